@@ -49,7 +49,9 @@ def _compute_in_fp32(optimizer: torch.optim.Optimizer) -> None:
     """Have its own `step` update 16-bit parameters in fp32, with states in fp32. An engine has kernels that do."""
     narrow: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    def widen(*_: Any) -> None:
+    def widen(stepped: object, *_: Any) -> None:
+        if stepped is not optimizer:  # but an engine's
+            return
         for group in optimizer.param_groups:
             for one in group["params"]:
                 if one.grad is not None and one.dtype in (torch.bfloat16, torch.float16):

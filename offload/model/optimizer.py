@@ -72,6 +72,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.defaults = source.defaults
         self.source_class, self._source = type(source), source
         refusal = source.register_step_pre_hook(_refuse_step)
+        # Hooks around the steps of the optimizer that was given, whenever they are registered, are around those of this one.
+        self._optimizer_step_pre_hooks = source._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = source._optimizer_step_post_hooks
         self._finalizer = weakref.finalize(self, refusal.remove)
         self._hypers: dict[int, Hyper] = {}
         """By group: the numbers as they were last, the same object as long as they are the same."""
@@ -176,6 +179,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if isinstance(optimizer, OffloadOptimizer):
+        return
     raise UsageError(
         f"{type(optimizer).__name__}.step() was called on the optimizer that was given to offload.initialize, which trains no "
         "more: call engine.optimizer.step(), or engine.step()."

@@ -87,6 +87,32 @@ def test_several_groups_with_a_scheduler(opened: Any, setup: Setup) -> None:
 
 
 @few
+def test_hooks_around_the_steps_of_the_optimizer_that_was_given(opened: Any, setup: Setup) -> None:
+    """Registered on it before `initialize` and afterwards: one that sets the rate, and one that counts."""
+
+    def loop(run: Run) -> list[Any]:
+        given = source if run.engine is not None else run.optimizer
+        rates: list[float] = []
+        counting = given.register_step_post_hook(lambda stepped, *_: rates.append(stepped.param_groups[0]["lr"]))
+        losses = simple_loop(5)(run)
+        counting.remove()
+        return losses + simple_loop(2)(run) + rates
+
+    def halving(model: nn.Module) -> torch.optim.Optimizer:
+        nonlocal source
+        source = adamw(model)
+
+        def halve(stepped: torch.optim.Optimizer, *_: Any) -> None:
+            stepped.param_groups[0]["lr"] *= 0.5
+
+        source.register_step_pre_hook(halve)
+        return source
+
+    source: torch.optim.Optimizer
+    compare(stack, loop, setup, opened, halving)
+
+
+@few
 def test_a_scheduler_made_before_initialize(opened: Any, setup: Setup) -> None:
     """It holds the user's own optimizer; engine.optimizer has the same param_groups, so it still sets the rate."""
     plain, model = stack(), stack()
