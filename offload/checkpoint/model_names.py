@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.errors import UsageError
 from offload.model.weight_names import persistent_buffers
 
 CONFIGS = {"config": "config.json", "generation_config": "generation_config.json"}
@@ -27,6 +28,17 @@ def buffers_once(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if id(buffer) not in seen:
             seen.add(id(buffer))
             yield fqn, buffer
+
+
+def plain_elements(fqn: str, buffer: torch.Tensor) -> torch.Tensor:
+    """What a file has of a buffer: its elements row by row in host memory, none of them only marked as conjugate or negative.
+    Raises `UsageError` where they do not lie so in memory at all."""
+    if buffer.layout != torch.strided:
+        raise UsageError(
+            f"{fqn!r} is a buffer of the layout {buffer.layout}, which checkpoints cannot hold: register its values and indices, "
+            "or register it with persistent=False."
+        )
+    return buffer.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def kept_fqn(model: nn.Module, fqns: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import offload
@@ -55,3 +56,29 @@ def test_an_expanded_buffer_that_is_to_have_several_values(opened: Any, tmp_path
     again = opened(other, adamw(other), ON_CPU)
     again.load_checkpoint(tmp_path / "saved")
     assert_same_bits(other.held, model.held)
+
+
+@pytest.mark.parametrize("make", [lambda one: one.conj(), torch._neg_view, lambda one: one.conj().imag], ids=str)
+def test_a_buffer_that_is_marked_as_conjugate_or_negative(opened: Any, tmp_path: Path, make: Any) -> None:
+    model = model_with(make(torch.tensor([1 + 2j, 3 - 1j])))
+    engine = opened(model, adamw(model), ON_NVME)
+    value = model.held.clone()
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.export(tmp_path / "out")
+    assert_same_bits(load_file(tmp_path / "out" / "model.safetensors")["held"], value.resolve_conj().resolve_neg())
+    model.held.zero_()
+    engine.load_checkpoint(tmp_path / "saved")
+    assert torch.equal(model.held, value)
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr], ids=["coo", "csr"])
+def test_a_sparse_buffer_is_refused_by_its_name(opened: Any, tmp_path: Path, make: Any) -> None:
+    model = model_with(make(torch.eye(3)))
+    engine = opened(model, adamw(model), ON_NVME)
+    run = Run(model, engine.optimizer, engine)
+    one_step(run)
+    for write in (engine.save_checkpoint, engine.export):
+        with pytest.raises(offload.UsageError, match="'held' is a buffer of the layout"):
+            write(tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    one_step(run)

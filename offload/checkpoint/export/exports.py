@@ -25,7 +25,7 @@ from offload.checkpoint.export.peft import AdapterFile, Merging, Skeleton, adapt
 from offload.checkpoint.export.unpacking import Unpacking
 from offload.checkpoint.export.weights import AdapterExporter, Exporter
 from offload.checkpoint.format.consistency import row_major
-from offload.checkpoint.model_names import buffers_once, kept_fqn, model_code, model_configs
+from offload.checkpoint.model_names import buffers_once, kept_fqn, model_code, model_configs, plain_elements
 from offload.checkpoint.state_reading import StateReader
 from offload.config import parse_nbytes
 from offload.errors import RankError, UsageError
@@ -254,7 +254,7 @@ class Exporting:
 
 def _flat(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, buffer in buffers:
-        yield name, buffer.detach().cpu().contiguous().reshape(-1)
+        yield name, plain_elements(name, buffer).reshape(-1)
 
 
 def _fill(skeleton: Skeleton, wanted: Collection[int], pieces: Pieces) -> None:

@@ -28,7 +28,7 @@ from torch import nn
 from offload.checkpoint.format.manifest import BufferEntry, Manifest, RandomEntry
 from offload.checkpoint.format.tensor_file import TensorFile, TensorSpec, known_dtype
 from offload.checkpoint.format.unit_tensors import UnitTensors, owned_elements
-from offload.checkpoint.model_names import buffers_once
+from offload.checkpoint.model_names import buffers_once, plain_elements
 from offload.checkpoint.random_state import CPU, DEVICE, take_random_state
 from offload.checkpoint.saving.copies import Copies
 from offload.checkpoint.saving.unit_file import ChunkCopy, UnitFile, parameter_entry
@@ -257,7 +257,7 @@ class Snapshot:
             file = TensorFile(self._folder, f"{stem}-rank-{self._rank:05d}.safetensors", specs)
             self._whole.append(file)
             for name, tensor in tensors.items():
-                file.append(name, tensor.contiguous())
+                file.append(name, plain_elements(name, tensor))
 
     def _finish_whole(self) -> None:
         manifest = self._manifest
