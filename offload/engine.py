@@ -110,7 +110,7 @@ class Engine:
         self.optimizer.step()
 
     def zero_grad(self) -> None:
-        """Drop all gradients; the same as `engine.optimizer.zero_grad()`."""
+        """Drop the gradients of all that the optimizer trains; the same as `engine.optimizer.zero_grad()`."""
         self._training.zero_grad()
 
     @contextmanager

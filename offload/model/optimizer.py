@@ -122,7 +122,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients; with `set_to_none=False` those that were there become zeros, which a step then applies."""
+        """Drop the gradients of all that it trains; with `set_to_none=False` those that were there become zeros, which a step
+        then applies."""
         self.stepper.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

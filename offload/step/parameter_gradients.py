@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from itertools import repeat
+from itertools import filterfalse, repeat
 from operator import attrgetter
 from typing import TypeGuard
 
@@ -35,6 +35,7 @@ from offload.step.waiting_gradients import WaitingGradients, gradient_nbytes
 
 _STEP_OF = attrgetter("step_index")
 _PARAMETER_OF, _GRADIENT_OF = attrgetter("parameter"), attrgetter("parameter.grad")
+_IS_UNFROZEN = attrgetter("parameter.requires_grad")
 _TAKEN, _NOT_ASSIGNED = {TakenGradient}, {TakenGradient, type(None)}
 _NAMED = 5
 """How many names an error message lists."""
@@ -61,6 +62,7 @@ class ParameterGradients:
         self.clipping = TokenClipping(parts.parameters, self.live, measure, self._accumulate)
         self.waiting = WaitingGradients(parts)
         self._trained = [info for info in parts.parameters if info.trainable]
+        self._untrained = [info for info in parts.parameters if not info.trainable]
         self.step_index = 0
         """Of the step that the gradients are for: that many were done."""
         self._consumed: dict[int, TakenGradient] = {}
@@ -295,13 +297,15 @@ class ParameterGradients:
         self.clipping.end_step()
 
     def drop(self, set_to_none: bool) -> None:
-        """Drop every gradient that no update has taken yet; without `set_to_none` put zeros where there was one."""
+        """Drop every gradient that no update has taken yet; without `set_to_none` put zeros where there was one. Those that
+        autograd brings to what the optimizer does not train are the user's."""
         self.micro_batches.step_begins_anew()
         with unguarded():
+            infos = [*self._trained, *filterfalse(_IS_UNFROZEN, self._untrained)]
             if set_to_none and self._intake.is_empty:
-                set_each(map(_PARAMETER_OF, self._parameters), "grad", repeat(None))
+                set_each(map(_PARAMETER_OF, infos), "grad", repeat(None))
             else:
-                for info in self._parameters:
+                for info in infos:
                     self._drop(info, set_to_none)
         for unit in self._units if set_to_none else ():
             if unit.shard.state is ShardState.REDUCING:

@@ -112,6 +112,28 @@ def test_parameters_that_the_optimizer_does_not_have(opened: Any, setup: Setup) 
     assert_same_bits(weights["outlet.bias"], start["outlet.bias"])
 
 
+@anywhere
+def test_another_optimizer_trains_what_this_one_does_not_have(opened: Any, setup: Setup) -> None:
+    """Its steps come after this one's `zero_grad`, and every second time alone: the gradients are still there."""
+
+    def loop(run: Run) -> list[float]:
+        others = [*run.model.inlet.parameters(), *run.model.outlet.parameters()]
+        other, losses = torch.optim.SGD(others, lr=1e-2), []
+        for step, (x, y) in enumerate(vector_batches(6)):
+            loss = F.mse_loss(run.model(x), y)
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad(set_to_none=step < 3)
+            if step % 2:
+                with run.gathered(others):
+                    other.step()
+                other.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    compare(stack, loop, setup, opened, lambda m: torch.optim.AdamW(m.blocks.parameters(), **ADAM_OPTIONS))
+
+
 class OfComplexNumbers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
