@@ -10,10 +10,9 @@ The trace is what engine.profile("trace.json") writes, or plan --machine NAME --
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from offload.cli.text import format_nbytes, format_rate, format_seconds, table
+from offload.cli.text import format_nbytes, format_rate, format_seconds, json_text, table
 from offload.device.recording import COMPUTE
 from offload.profiling.advice import WORTH
 from offload.profiling.explanation import Explanation, explain
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command. Returns 0."""
     found = explain(read_trace(args.trace))
-    print(json.dumps(found.as_json()) if args.json else _text(found))
+    print(json_text(found.as_json()) if args.json else _text(found))
     return 0
 
 

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -63,3 +66,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left_columns:
         return "  " + "  ".join(padded).rstrip()
 
     return "\n".join((line(header), line(["-" * width for width in widths]), *map(line, rows)))
+
+
+def json_text(content: Any) -> str:
+    """On one line; null for NaN and infinities, which JSON does not have."""
+    return json.dumps(_json_values(content), allow_nan=False)
+
+
+def _json_values(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: _json_values(value) for key, value in content.items()}
+    return list(map(_json_values, content)) if isinstance(content, (list, tuple)) else content

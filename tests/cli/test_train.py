@@ -170,3 +170,19 @@ def test_without_transformers_the_extra_is_named(text: Path, tmp_path: Path) -> 
     assert done.code == 2
     assert "pip install 'offload[hf]'" in done.err
     assert len(done.err.splitlines()) == 1
+
+
+def test_every_line_of_json_is_json_where_gradients_overflow(tmp_path: Path, model: Path, text: Path) -> None:
+    path = tmp_path / "lines.json"
+    # A learning rate of 1e4 makes losses NaN; with fp16 such steps are left out.
+    wild = ("--dtype", "fp16", "--lr", "1e4", "--clip", "1", "--steps", "3", "--sequence", "16", "--eval-batches", "1")
+    done = run("train", "--model", model, "--data", text, *wild, "--json", path)
+    assert done.code == 0, done.err
+
+    def refused(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    *steps, report = [json.loads(line, parse_constant=refused) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert report["skipped_step_count"] > 0
+    assert [step["loss"] for step in steps] == report["losses"]
+    assert None in report["losses"]

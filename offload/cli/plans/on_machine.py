@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from offload.cli.arguments import paths_of, positive, positive_number
 from offload.cli.plans.forecast import Work
 from offload.cli.plans.this_machine import measure_machine
 from offload.cli.plans.what_if import Wishes
-from offload.cli.text import format_count, format_nbytes, format_rate, format_seconds, table
+from offload.cli.text import format_count, format_nbytes, format_rate, format_seconds, json_text, table
 from offload.config import parse_nbytes
 from offload.device.virtual.description import Machine, changed, described, read_machine, share_of
 from offload.planning.purposes import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
@@ -141,7 +140,7 @@ def as_json(found: Forecast, seen: Seen, wishes: Wishes) -> str:
     values["largest"] = wishes.largest
     values["buys"] = [line.as_json() for line in wishes.buys]
     values["notes"] = seen.notes(found)
-    return json.dumps(values)
+    return json_text(values)
 
 
 def wear(found: Forecast, machine: Machine) -> tuple[float | None, float | None]:

@@ -6,7 +6,6 @@ a device where there is one; and say which I/O backend would be used, and why no
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import closing
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from offload.cli.info import section
 from offload.cli.machine import Row, accelerator_rows, backend_rows, native_rows, system_rows
 from offload.cli.plans.rates import Direction, Drive, link_rates, stream_bytes_per_second
 from offload.cli.plans.this_machine import measure_machine
-from offload.cli.text import format_rate
+from offload.cli.text import format_rate, json_text
 from offload.config import parse_nbytes
 from offload.device.virtual.description import write_machine
 from offload.tiers.io import open_backend
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         if args.machine_file is not None:
             write_machine(measured.machine, measured.sources, args.machine_file)
         if args.json:
-            print(json.dumps(measured.machine.as_json(measured.sources)))
+            print(json_text(measured.machine.as_json(measured.sources)))
             return 0
     print(section("Machine", system_rows()) + "\n\n" + section("Native library", native_rows()))
     how = "native stream, 4 arrays read and 3 written" if _native.available() else "torch.add: the native library is missing"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,15 @@ from typing import Any
 from offload.cli.arguments import check_file
 from offload.cli.process import rss_nbytes
 from offload.cli.progress import ProgressLine
-from offload.cli.text import format_nbytes, format_rate, format_remaining
+from offload.cli.text import format_nbytes, format_rate, format_remaining, json_text
 from offload.cli.training.measuring import EngineMeter, Measurements
 from offload.errors import ConfigError
 
 
 class JsonLines:
-    """Objects with a `kind`: "step" and "evaluation" as they come, "report" at the end. Without a path nothing is written."""
+    """Objects with a `kind`: "step" and "evaluation" as they come, "report" at the end. Without a path nothing is written.
+
+    A loss or norm that is not finite, as fp16 has them, is null."""
 
     def __init__(self, path: Path | None) -> None:
         check_file(path, "--json")
@@ -31,7 +32,7 @@ class JsonLines:
             return
         try:
             with self._path.open("a" if self.goes_on else "w", encoding="utf-8") as file:
-                file.write(json.dumps({"kind": kind, **content}) + "\n")
+                file.write(json_text({"kind": kind, **content}) + "\n")
         except OSError as error:
             raise ConfigError(f"--json {str(self._path)!r} cannot be written: {error.strerror}.") from error
         self.goes_on = True
