@@ -35,8 +35,8 @@ def plain_elements(fqn: str, buffer: torch.Tensor) -> torch.Tensor:
     Raises `UsageError` where they do not lie so in memory at all."""
     if buffer.layout != torch.strided:
         raise UsageError(
-            f"{fqn!r} is a buffer of the layout {buffer.layout}, which checkpoints cannot hold: register its values and indices, "
-            "or register it with persistent=False."
+            f"{fqn!r} is a buffer of the layout {buffer.layout}, which checkpoints cannot hold: register its values and "
+            "indices, or register it with persistent=False."
         )
     return buffer.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
