@@ -46,10 +46,10 @@ class ParameterNotes:
         return note if note is not None and _holds(note, tensor) else None
 
     def name(self, model: nn.Module) -> None:
-        """Remember the fqns of the parameters of `model`; the first one of a tied parameter."""
+        """Remember the fqns of the parameters of `model` on the meta device; the first one of a tied parameter."""
         for module_name, module in model.named_modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None:
+                if parameter is not None and parameter.is_meta:
                     self._name(module, name, f"{module_name}.{name}" if module_name else name, parameter)
 
     def _name(self, module: nn.Module, name: str, fqn: str, parameter: nn.Parameter) -> None:

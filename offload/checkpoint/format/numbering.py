@@ -131,3 +131,4 @@ def retire_older(saved: Path, keep_last: int, soundness: Soundness) -> None:
                     error.errno,
                     f"{str(path)!r} cannot be removed ({error.strerror}), {str(saved)!r} is saved: remove it yourself.",
                 ) from error
+            soundness.forget(path)

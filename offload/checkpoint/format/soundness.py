@@ -33,6 +33,10 @@ class Soundness:
             known = self._known[path.absolute()] = files, self._read(path)
         return known[1]
 
+    def forget(self, path: Path) -> None:
+        """It was removed."""
+        self._known.pop(path.absolute(), None)
+
     def is_known_damaged(self, path: Path) -> bool:
         """Whether it was found damaged, and is as it was then. Reads the manifest and the sizes of files."""
         known = self._known.get(path.absolute())
