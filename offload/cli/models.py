@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,8 @@ from offload.cli.arguments import SHAPE_FLAGS
 from offload.errors import ConfigError, OffloadError
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+_SPARE_POSITIONS = 2
+"""Rows of a table of positions beyond those that its model counts, as OPT's has them."""
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.safetensors")
 
 
@@ -113,6 +116,27 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
     adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted: nn.Module = get_peft_model(model, adapters)
     return adapted
+
+
+def check_sequence(model: nn.Module, choice: ModelChoice, sequence: int) -> None:
+    """Raise `ConfigError` where the model learns positions, and fewer than `sequence`: on the meta device none is missed."""
+    limit = getattr(choice.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int) or sequence <= limit:
+        return
+    for name, module in model.named_modules():
+        own_name = name.rpartition(".")[2]
+        is_of_positions = own_name == "wpe" or "position" in own_name
+        if isinstance(module, nn.Embedding) and is_of_positions and limit <= module.num_embeddings <= limit + _SPARE_POSITIONS:
+            raise ConfigError(f"--sequence {sequence}: {choice.title} has learned {limit} positions. Give at most so many.")
+
+
+def enable_checkpointing(model: nn.Module, **keywords: Any) -> None:
+    """Of the model's activations, by its own method. Raises `ConfigError` where it has none. `keywords`: of that method."""
+    enable: Callable[..., Any] = model.gradient_checkpointing_enable  # type: ignore[assignment]
+    try:
+        enable(**keywords)
+    except ValueError as error:
+        raise ConfigError(f"activations of this model cannot be checkpointed: {first_line(error)}") from error
 
 
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:

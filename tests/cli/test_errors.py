@@ -103,6 +103,22 @@ def test_models(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: Path, 
     assert "--vocabulary 10 is too small" in refused(capsys, "train", "--data", text, "--vocabulary", 10)
 
 
+@pytest.mark.parametrize("command", [("train", "--data"), ("plan", "--machine")])
+def test_what_a_model_cannot_do_is_said_before_anything_is_trained(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: Path, command: tuple[str, str]
+) -> None:
+    name, flag = command
+    path = tmp_path / "config.json"
+    given = (name, "--model", path, flag, text if name == "train" else "rtx4090")
+    for kind, size in (("gpt2", "n_positions"), ("opt", "max_position_embeddings"), ("openai-gpt", "n_positions")):
+        width = {"word_embed_proj_dim": 32} if kind == "opt" else {}
+        shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 260}
+        path.write_text(json.dumps({"model_type": kind, size: 64, **shape, **width}), encoding="utf-8")
+        assert "has learned 64 positions" in refused(capsys, *given, "--sequence", 65)
+    checkpointing = ("--gradient-checkpointing",) if name == "train" else ("--checkpointing", "full")
+    assert "does not support" in refused(capsys, *given, "--sequence", 64, *checkpointing)
+
+
 def test_a_failure_in_training_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str], text: Path) -> None:
     shape = ["--hidden", "16", "--layers", "1", "--heads", "1", "--sequence", "16"]
     # A learning rate of 1e30 makes the second step's gradients inf or NaN.

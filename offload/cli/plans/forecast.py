@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import offload
+from offload.cli.models import enable_checkpointing
 from offload.device.virtual.description import Machine, share_of
 from offload.device.virtual.machine import VirtualMachine
 from offload.errors import BudgetError
@@ -73,7 +74,7 @@ def training_loop(
     if work.checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of its name, which older versions know alone
-            model.gradient_checkpointing_enable()  # type: ignore[operator]
+            enable_checkpointing(model)
             if not all(parameter.requires_grad for parameter in model.parameters()):
                 model.enable_input_require_grads()  # type: ignore[operator]
 

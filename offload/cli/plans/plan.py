@@ -30,7 +30,7 @@ from offload.cli.arguments import (
     positive,
 )
 from offload.cli.corpus import BYTE_VOCABULARY_SIZE
-from offload.cli.models import ModelChoice, build_outline, choose_model, make_optimizer
+from offload.cli.models import ModelChoice, build_outline, check_sequence, choose_model, make_optimizer
 from offload.cli.plans.forecast import Work, forecast, forecast_granted
 from offload.cli.plans.on_machine import (
     Seen,
@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     choice = choose_model(args, vocabulary, args.sequence)
 
     model = build_outline(choice, args.lora)
+    check_sequence(model, choice, args.sequence)
     optimizer = make_optimizer(model, args)  # raises what its flags have wrong
     machine = machine_of(args)
     if args.ranks > 1 and machine.kind == "unified":

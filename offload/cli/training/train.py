@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,16 @@ from offload.cli.arguments import (
     seed,
 )
 from offload.cli.corpus import BYTE_VOCABULARY_SIZE, ByteStream, TokenizedStream, TokenStream, Windows, find_documents
-from offload.cli.models import ModelChoice, build_model, choose_model, first_line, make_optimizer, require_transformers
+from offload.cli.models import (
+    ModelChoice,
+    build_model,
+    check_sequence,
+    choose_model,
+    enable_checkpointing,
+    first_line,
+    make_optimizer,
+    require_transformers,
+)
 from offload.cli.plans.outline import check_room
 from offload.cli.progress import ProgressLine
 from offload.cli.text import format_count, format_nbytes
@@ -212,9 +220,9 @@ def _build(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     with measurements.phase("build"), progress.counting_modules("building the model"):
         model = build_model(choice, args.seed, args.lora)
+    check_sequence(model, choice, args.sequence)
     if args.gradient_checkpointing:
-        checkpointing: Callable[..., Any] = model.gradient_checkpointing_enable  # type: ignore[assignment]
-        checkpointing(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_checkpointing(model, gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = make_optimizer(model, args)
     return model, optimizer
 
