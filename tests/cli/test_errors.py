@@ -119,6 +119,21 @@ def test_what_a_model_cannot_do_is_said_before_anything_is_trained(
     assert "does not support" in refused(capsys, *given, "--sequence", 64, *checkpointing)
 
 
+def test_a_forward_that_no_plan_can_be_made_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "num_local_experts": 2,
+    }
+    path.write_text(json.dumps({"model_type": "mixtral", "vocab_size": 260, **shape}), encoding="utf-8")
+    # PEFT's adapters of experts turn autocast off for the device of their weights, and there is none on the meta device.
+    said = refused(capsys, "plan", path, "--machine", "rtx4090", "--sequence", 16, "--lora", 4)
+    assert "its forward cannot run on the meta device" in said
+
+
 def test_a_failure_in_training_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str], text: Path) -> None:
     shape = ["--hidden", "16", "--layers", "1", "--heads", "1", "--sequence", "16"]
     # A learning rate of 1e30 makes the second step's gradients inf or NaN.

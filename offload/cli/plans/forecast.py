@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import offload
-from offload.cli.models import enable_checkpointing
+from offload.cli.models import enable_checkpointing, first_line
 from offload.device.virtual.description import Machine, share_of
 from offload.device.virtual.machine import VirtualMachine
-from offload.errors import BudgetError
+from offload.errors import BudgetError, ConfigError, OffloadError
 from offload.rehearsal.forecast import Forecast, Loop, rehearse
 
 GRANTED_SHARE = 0.95
@@ -83,7 +83,17 @@ def training_loop(
 
     def micro_batch(engine: offload.Engine) -> None:
         tokens = torch.empty(work.batch, work.sequence, dtype=torch.long, device="meta")
-        engine.backward(model(input_ids=tokens, labels=tokens).loss)
+        try:
+            loss = model(input_ids=tokens, labels=tokens).loss
+        except OffloadError:
+            raise
+        except Exception as error:  # whatever the model's own code does not do without values
+            said = first_line(error).rstrip(".")
+            raise ConfigError(
+                f"no plan can be made of this model: its forward cannot run on the meta device ({said}). What it takes, train "
+                "says at the end of a few steps."
+            ) from error
+        engine.backward(loss)
 
     def end(engine: offload.Engine) -> None:
         engine.step()
