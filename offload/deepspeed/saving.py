@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import offload
+from offload.checkpoint.packing import packed, unpacked
 from offload.config import expanded
 from offload.deepspeed import comm
 from offload.deepspeed.folder import agreed_tag, own_checkpoint, read_latest, write_latest, write_recovery_script
 from offload.deepspeed.loss_scaler import LossScaler
-from offload.deepspeed.packing import packed, unpacked
 from offload.deepspeed.utils import logger
 from offload.deepspeed_config import Translation
 from offload.errors import ConfigError, UsageError
@@ -115,15 +115,16 @@ class Saving:
     ) -> bool:
         """Write a checkpoint of this package into `save_dir`/`tag` ("global_step<n>"), and its name into `save_dir`/latest.
 
-        From stage 1 on `save_dir`/zero_to_fp32.py stands there too, and is run as DeepSpeed's. `client_state` is JSON; the
-        scheduler's state is saved with it. Between the micro-batches of a step the gradients that have accumulated are not
-        saved, as in DeepSpeed. With `exclude_frozen_parameters` a load leaves those parameters as they are. Collective.
+        From stage 1 on `save_dir`/zero_to_fp32.py stands there too, and is run as DeepSpeed's. `client_state` holds numbers,
+        texts, None and tensors, in lists, tuples and dicts; the scheduler's state is saved with it. Between the micro-batches
+        of a step the gradients that have accumulated are not saved, as in DeepSpeed. With `exclude_frozen_parameters` a load
+        leaves those parameters as they are. Collective.
         """
         if save_dir is None or not str(save_dir):
             raise ConfigError(f"save_checkpoint(save_dir={save_dir!r}): name a folder.")
         name = agreed_tag(str(tag) if tag is not None else f"global_step{self.global_steps}", self._said.tag_validation)
         state = {
-            "client_state": dict(client_state or {}),
+            "client_state": packed(dict(client_state or {})),
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
             "skipped_steps": self.skipped_steps,
@@ -179,8 +180,8 @@ class Saving:
         if not load_module_only:
             self._resume(state, load_lr_scheduler_states)
             if load_optimizer_states:
-                self._take_numbers(state.get("param_groups") or ())
-        return str(path), state["client_state"]
+                self._take_numbers(unpacked(state.get("param_groups")) or ())
+        return str(path), unpacked(state["client_state"])
 
     def _resume(self, state: Mapping[str, Any], with_scheduler: bool) -> None:
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]

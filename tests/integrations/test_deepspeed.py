@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import nn
 
 import offload
 import offload.deepspeed as deepspeed
-from offload.deepspeed.packing import packed, unpacked
+from offload.checkpoint.packing import packed, unpacked
 
 from ..acceptance.runs import assert_same_bits, refused
 from .conftest import CONFIG, small
@@ -316,6 +317,26 @@ def test_weights_as_safetensors_without_the_frozen_ones(start: Callable[..., Any
 def test_states_of_schedulers_are_json() -> None:
     value = {"a": {1: 2, 3: [4.5, float("inf")]}, "b": [None, True, "x"], "c": float("-inf")}
     assert unpacked(packed(value)) == value
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_scripts_keep_beside_a_checkpoint_comes_back_as_it_was(
+    start: Callable[..., Any], stage: int, tmp_path: Path
+) -> None:
+    generator = random.Random(7)
+    kept = {
+        "best": float("inf"), "seen": {3: 0.5, (1, 2): "x"}, "python": generator.getstate(),
+        "torch": torch.get_rng_state(), "marked": {"__tuple__": [1]},
+    }  # fmt: skip
+    engine = start({"zero_optimization": {"stage": stage}})
+    micro_step(engine)
+    engine.save_checkpoint(str(tmp_path), client_state=kept)
+    expected = generator.random()
+    found = engine.load_checkpoint(str(tmp_path))[1]
+    generator.setstate(found["python"])
+    assert generator.random() == expected
+    assert torch.equal(found.pop("torch"), kept.pop("torch"))
+    assert found == kept
 
 
 def test_rates_that_are_tensors_are_saved_with_the_scheduler_that_sets_them(start: Callable[..., Any], tmp_path: Path) -> None:

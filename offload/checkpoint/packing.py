@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State dictionaries of schedulers as JSON: keys that are no text, numbers that JSON has no words for, and tensors."""
+"""States of schedulers and of scripts as JSON: keys that are no text, tuples, numbers that JSON has no words for, tensors."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 
-_ITEMS, _FLOAT, _TENSOR = "__items__", "__float__", "__tensor__"
+_ITEMS, _FLOAT, _TENSOR, _TUPLE = _MARKS = ("__items__", "__float__", "__tensor__", "__tuple__")
 
 
 def packed(value: Any) -> Any:
-    """JSON values that `unpacked` gives back; tuples become lists, tensors lie on the CPU."""
+    """JSON values that `unpacked` gives back; tensors lie on the CPU then. What cannot be packed stays as it is."""
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value):
+        if all(isinstance(key, str) for key in value) and not (len(value) == 1 and next(iter(value)) in _MARKS):
             return {key: packed(item) for key, item in value.items()}
         return {_ITEMS: [[packed(key), packed(item)] for key, item in value.items()]}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return [packed(item) for item in value]
+    if isinstance(value, tuple):
+        return {_TUPLE: [packed(item) for item in value]}
     if isinstance(value, float) and not math.isfinite(value):
         return {_FLOAT: str(value)}
     if isinstance(value, torch.Tensor):
@@ -37,6 +39,8 @@ def unpacked(value: Any) -> Any:
         if set(value) == {_TENSOR}:
             dtype, numbers = value[_TENSOR]
             return torch.tensor(unpacked(numbers), dtype=getattr(torch, dtype), device="cpu")
+        if set(value) == {_TUPLE}:
+            return tuple(unpacked(item) for item in value[_TUPLE])
         return {key: unpacked(item) for key, item in value.items()}
     if isinstance(value, list):
         return [unpacked(item) for item in value]
