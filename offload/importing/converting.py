@@ -26,6 +26,7 @@ from offload.checkpoint.format.manifest import (
 )
 from offload.checkpoint.format.staged_folder import MANIFEST_NAME, StagedFolder
 from offload.checkpoint.format.tensor_file import TensorFile, TensorSpec, known_dtype, write_file
+from offload.checkpoint.packing import packed
 from offload.errors import CheckpointError
 from offload.importing import deepspeed_universal, deepspeed_zero, torch_distributed
 from offload.importing.source import Source, SourceParameter, SourceTensor, check_source, reading, refused
@@ -140,14 +141,25 @@ class _Converter:
 
 
 def _as_json(progress: Mapping[str, object]) -> dict[str, Any]:
-    """What of it can be kept in a manifest: a scheduler's state with more than plain values is left out."""
+    """Each entry of it, and of the user's client_state, that can be kept in a manifest, as `packed` says."""
     kept: dict[str, Any] = {}
     for key, value in progress.items():
-        try:
-            kept[key] = json.loads(json.dumps(value, allow_nan=False))
-        except (TypeError, ValueError):
-            kept[key] = None
-    return kept
+        if key == "client_state" and isinstance(value, Mapping):
+            left_out = [name for name, entry in value.items() if not _is_json(packed(entry))]
+            if left_out:
+                _log.warning("of client_state %r is left out: there is more in it than plain values and tensors.", left_out)
+            kept[key] = packed({name: entry for name, entry in value.items() if name not in left_out})
+        else:
+            kept[key] = packed(value) if _is_json(packed(value)) else None
+    return json.loads(json.dumps(kept))  # type: ignore[no-any-return]
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _parts(name: str, tensor: SourceTensor) -> Iterator[torch.Tensor]:

@@ -213,6 +213,49 @@ def test_an_ordinary_checkpoint_is_gone_on_from(tmp_path: Path, stage: int, nvme
     engine.destroy()
 
 
+def steps_of(made: torch.optim.Optimizer) -> torch.optim.lr_scheduler.MultiStepLR:
+    return torch.optim.lr_scheduler.MultiStepLR(made, [2, 4], gamma=0.1)
+
+
+def test_a_scheduler_and_a_state_of_more_than_json_are_gone_on_from(tmp_path: Path, forget: Forget) -> None:
+    """Milestones are a Counter, whose keys are numbers. What cannot be kept of a client_state takes nothing else with it."""
+    folder = write(tmp_path / "global_step3", 2)
+    scheduler = steps_of(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.25))
+    for _ in range(3):
+        scheduler.step()
+    file = folder / "mp_rank_00_model_states.pt"
+    given = {"best": float("inf"), "seen": {3: (0.5, 1)}, "random": torch.arange(4), "position": 7}
+    content = torch.load(file, weights_only=False) | given | {"strange": {1, 2}, "lr_scheduler": scheduler.state_dict()}
+    torch.save(content, file)
+    forget()
+    config = {key: one for key, one in CONFIG.items() if key != "scheduler"}
+    engine, optimizer, _, scheduler = deepspeed.initialize(model=Tower(), config=config, lr_scheduler=steps_of)
+    state = engine.load_checkpoint(str(tmp_path), tag="global_step3")[1]
+    assert torch.equal(state.pop("random"), given.pop("random")) and state == given
+    rates = []
+    for _ in range(2):
+        engine.backward(engine(torch.ones(3, 3)))
+        engine.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    engine.destroy()
+    assert rates == pytest.approx([0.025, 0.025])
+
+
+def test_what_is_exported_has_the_scheduler_and_the_state_as_they_were(tmp_path: Path) -> None:
+    given = {"best": float("inf"), "seen": {3: (0.5, 1)}}
+    config = {key: one for key, one in CONFIG.items() if key != "scheduler"}
+    engine, _, _, scheduler = deepspeed.initialize(model=Tower(), config=config, lr_scheduler=steps_of)
+    engine.backward(engine(torch.ones(3, 3)))
+    engine.step()
+    engine.save_checkpoint(str(tmp_path), tag="one", client_state=given)
+    expected = scheduler.state_dict()
+    engine.destroy()
+    universal = tmp_path / "one_universal"
+    assert command(["export", str(tmp_path / "one"), str(universal), "--format", "deepspeed-universal"]) == 0
+    found = torch.load(universal / "mp_rank_00_model_states.pt", weights_only=True)
+    assert found["lr_scheduler"] == expected and {name: found[name] for name in given} == given
+
+
 def test_weights_of_it_and_what_import_says(tmp_path: Path, forget: Forget, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "global_step3", 3)
     (tmp_path / "latest").write_text("global_step3")

@@ -22,6 +22,7 @@ from offload.checkpoint.format.manifest import MOMENTS, VALUE, Manifest, Paramet
 from offload.checkpoint.format.opened import OpenedCheckpoint
 from offload.checkpoint.format.staged_folder import MANIFEST_NAME, StagedFolder, sync, write_failure
 from offload.checkpoint.format.values import check_without_model, whole_buffer, whole_parameter
+from offload.checkpoint.packing import unpacked
 from offload.errors import CheckpointError, StorageError
 from offload.progress import Progress
 
@@ -145,7 +146,7 @@ def _model_states(opened: OpenedCheckpoint) -> dict[str, Any]:
             one.fqns[0]: whole_parameter(opened, one, VALUE, torch.float32).reshape(-1) for one in frozen
         },
         "shared_params": {alias: one.fqns[0] for one in manifest.parameters for alias in one.fqns[1:]},
-        "lr_scheduler": own.get("lr_scheduler") if is_drop_ins else None,
+        "lr_scheduler": unpacked(own.get("lr_scheduler")) if is_drop_ins else None,
         "skipped_steps": own.get("skipped_steps", 0) if is_drop_ins else 0,
         "global_steps": own["global_steps"] if is_drop_ins else manifest.step_count,
         "global_samples": own.get("global_samples", 0) if is_drop_ins else 0,
@@ -155,4 +156,4 @@ def _model_states(opened: OpenedCheckpoint) -> dict[str, Any]:
         "ds_config": {},
         "universal_checkpoint_info": {},
     }
-    return states | dict(own["client_state"] if is_drop_ins else own)
+    return states | dict(unpacked(own["client_state"]) if is_drop_ins else own)
