@@ -166,7 +166,7 @@ def test_an_interrupt_where_weak_references_are_away(nvme: Path, within: str) ->
         assert_same_bits(photo(model, optimizer), before, f"line {at}")
 
 
-@pytest.mark.parametrize("within", ["_take", "library_models", "begin", "keep", "bring", "initialize"])
+@pytest.mark.parametrize("within", ["_take", "library_models", "begin", "bring_persistent", "bring", "initialize"])
 @pytest.mark.parametrize("build", [in_memory, deferred])
 def test_an_interrupt_behind_the_last_hook(
     nvme: Path, monkeypatch: pytest.MonkeyPatch, build: Callable[[], Any], within: str
