@@ -58,7 +58,11 @@ def test_an_expanded_buffer_that_is_to_have_several_values(opened: Any, tmp_path
     assert_same_bits(other.held, model.held)
 
 
-@pytest.mark.parametrize("make", [lambda one: one.conj(), torch._neg_view, lambda one: one.conj().imag], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [lambda one: one.conj(), torch._neg_view, lambda one: one.conj().imag],
+    ids=["conjugate", "negative", "the imaginary part of a conjugate"],
+)
 def test_a_buffer_that_is_marked_as_conjugate_or_negative(opened: Any, tmp_path: Path, make: Any) -> None:
     model = model_with(make(torch.tensor([1 + 2j, 3 - 1j])))
     engine = opened(model, adamw(model), ON_NVME)
