@@ -34,6 +34,18 @@ def assert_kept(folder: Path, others: dict[str, str] = OTHERS) -> None:
     assert {name: (folder / name).read_text() for name in others if (folder / name).is_file()} == others
 
 
+def saved_as_others_put(
+    patch: pytest.MonkeyPatch, run: Resumable, target: Path, others: dict[str, str], state: Any = None
+) -> Any:
+    """A save that goes on; these files came when it had begun."""
+    held = Held(patch, 1)
+    save = run.engine.save_checkpoint(target, client_state=state, wait=False)
+    assert held.reached.wait(60)
+    put(target, others)
+    held.go.set()
+    return save
+
+
 @pytest.mark.parametrize("before", ["nothing", "an empty folder", "a checkpoint"])
 def test_what_comes_while_a_save_is_written_is_in_the_checkpoints_folder(
     opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
@@ -46,12 +58,7 @@ def test_what_comes_while_a_save_is_written_is_in_the_checkpoints_folder(
     elif before == "an empty folder":
         target.mkdir(parents=True)
     with monkeypatch.context() as patch:
-        held = Held(patch, 1)
-        save = run.engine.save_checkpoint(target, client_state={"n": 2}, wait=False)
-        assert held.reached.wait(60)
-        put(target)
-        held.go.set()
-        save.wait()
+        saved_as_others_put(patch, run, target, OTHERS, {"n": 2}).wait()
     assert_kept(target)
     assert os.listdir(target.parent) == ["step-100"]
     assert run.engine.load_checkpoint(target) == {"n": 2}
@@ -97,11 +104,7 @@ def test_a_file_with_a_name_of_the_checkpoints_own_is_not_replaced(
     run, target = Resumable(opened, Setup("nvme", "nvme", "cpu")), tmp_path / "saves" / "step-100"
     run.train(range(1))
     with monkeypatch.context() as patch:
-        held = Held(patch, 1)
-        save = run.engine.save_checkpoint(target, wait=False)
-        assert held.reached.wait(60)
-        put(target, {name: "mine", "notes.txt": "notes"})
-        held.go.set()
+        save = saved_as_others_put(patch, run, target, {name: "mine", "notes.txt": "notes"})
         with refused(offload.CheckpointError, name, str(target), "another name"):
             save.wait()
     assert_kept(target, {name: "mine", "notes.txt": "notes"})

@@ -21,7 +21,6 @@ import torch
 
 from offload.device.accelerator import Accelerator
 from offload.device.arithmetic import kernels
-from offload.device.pending import Pending
 from offload.layout import Piece
 from offload.model.chunk import Chunk, ChunkGradient
 from offload.model.flat import ParameterInfo
@@ -121,19 +120,17 @@ class GradientArrival:
     def _room_for(self, chunk: Chunk, *, wide: bool = False) -> AbstractContextManager[object]:
         """The lock, to be taken now that buffers for the chunk can be had at once: they were waited for without it, so that
         updates went on meanwhile. `wide`: in fp32."""
-        while (coming := self._reception.coming()) is not None:
-            self._wait(coming)
+        if self._reception.is_full:
+            with self._timeline.waiting(ROOM_FOR_GRADIENTS):
+                self._reception.wait_for_room()
         while self.spills:
             with self.lock:
                 coming = self.buffers.room_for(gradient_of(chunk), wide=wide)
             if coming is None:
                 break
-            self._wait(coming)
+            with self._timeline.waiting(ROOM_FOR_GRADIENTS):
+                coming.wait()
         return self.lock
-
-    def _wait(self, coming: Pending) -> None:
-        with self._timeline.waiting(ROOM_FOR_GRADIENTS):
-            coming.wait()
 
     def _send(self, transit: GradientTransit, info: ParameterInfo, ordered: torch.Tensor, addition: Addition) -> None:
         index = info.index

@@ -57,9 +57,16 @@ class Reception:
         self._landings: deque[Pending] = deque()
         """When the landing buffers on lease are given back, the first one first."""
 
-    def coming(self) -> Pending | None:
-        """What a landing buffer, which what is taken next may need, waits for; None: for nothing."""
-        return self._landings.popleft() if 0 < self._landing_count <= len(self._landings) else None
+    @property
+    def is_full(self) -> bool:
+        """Whether no landing buffer, which what is taken next may need, is free yet, as far as is known."""
+        return 0 < self._landing_count <= len(self._landings)
+
+    def wait_for_room(self) -> None:
+        """Until one is free. Its job is forgotten only when that is over: till then the buffer is on lease."""
+        while self.is_full:
+            self._landings[0].wait()
+            self._landings.popleft()
 
     def take_pieces(self, chunk: Chunk, pieces: list[PackedPiece], values: torch.Tensor) -> Pending:
         """Pieces of one chunk, in order, from device values [chunk.numel]."""
@@ -113,8 +120,7 @@ class Reception:
 
     def _land(self, state: ChunkGradient, run: list[PackedPiece], target: torch.Tensor, values: torch.Tensor) -> Pending:
         """Have the lane take device values into `target`, both of all of the run."""
-        if (coming := self.coming()) is not None:
-            coming.wait()
+        self.wait_for_room()
         landing = self._pool.lease(LANDING)
         landed = landing.tensor[: values.nbytes].view(values.dtype)
         copied = self._accelerator.copy_out(landed, values)
