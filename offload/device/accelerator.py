@@ -156,6 +156,10 @@ class Accelerator(ABC):
     def copy_in_after_compute(self) -> None:  # noqa: B027 - where copies run in the program's order there is nothing to do
         """H2D copies that are issued from now on wait for all work given to compute so far: it may still read their targets."""
 
+    def copy_in_after(self, pending: Pending) -> None:
+        """H2D copies that are issued from now on wait for `pending`, which writes their sources."""
+        pending.wait()
+
     def wait_for_all(self) -> None:  # noqa: B027 - where a call is over when it returns there is nothing to do
         """Wait until all work given to the device is done, so that any stream may use what it made."""
 

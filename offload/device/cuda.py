@@ -3,7 +3,7 @@
 
     stream    work on it                                          waits for
     compute   forward, backward, gradient packing, device Adam    fetch, where `join` says so
-    fetch     H2D of parameters                                   compute, at `fill` and at `copy_in_after_compute`
+    fetch     H2D of parameters                                   compute, at `fill`, `copy_in_after_compute` and `copy_in_after`
     drain     D2H of gradients, norms, parameters                 compute, at every `copy_out`; fetch, beside compute
     ranks     collectives of several GPUs                         a mark of compute, given with each
 
@@ -13,6 +13,8 @@ Why each hazard cannot happen (tests/device/test_stream_order.py holds the code 
 - *H2D into memory that earlier compute still uses.* A flat's memory comes from the caching allocator's pool of the
   compute stream, which reuses it in the order of that stream alone. `fill` makes fetch wait for an event recorded on
   compute right after the allocation, so for everything that had the block before.
+- *A shard that lies on the device is copied into its unit before compute has updated it.* The update leaves a mark on compute,
+  for which `copy_in_after` makes fetch wait.
 - *A flat is freed while its H2D runs.* A unit is emptied only after its fetch was finished, so after compute waits for
   the copies; the block goes back to the compute stream's pool, behind that wait.
 - *H2D over parameters that live on the device, while compute reads them.* `copy_in_after_compute` at the step.
@@ -166,6 +168,12 @@ class CudaAccelerator(Accelerator):
 
     def copy_in_after_compute(self) -> None:
         self._fetch.wait_stream(torch.cuda.current_stream(self.device))
+
+    def copy_in_after(self, pending: Pending) -> None:
+        if isinstance(pending, _EventPending):
+            self._fetch.wait_event(pending.event)
+        else:
+            pending.wait()
 
     def wait_for_all(self) -> None:
         torch.cuda.synchronize(self.device)

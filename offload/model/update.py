@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from offload.device.arithmetic.rules import Hyper
+from offload.device.lane import Job
 from offload.device.pending import Pending
 from offload.layout import Piece
 from offload.model.chunk import Chunk
@@ -86,12 +87,14 @@ class UnitUpdate:
     """Written by `Updates` in the thread that drives the model; `published` by the lane, complete once `job` has settled.
 
     chunks     in order
+    run        what the lane does for it
     job        settles when the lane is done with all of them; None: the lane does not have it yet
     published  what use of the new values waits for beyond that
     spreading  where parameters are whole on every rank and each updates its shard: brings the others'
     """
 
     chunks: Sequence[ChunkUpdate]
+    run: Job
     job: Pending | None = None
     published: list[Pending] = field(default_factory=list)
     spreading: Request | None = None

@@ -327,6 +327,12 @@ class PlayedAccelerator(CudaAccelerator):
         self._note(destination)
         return super().copy_out_beside_compute(destination, source)
 
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy, for which the host waits."""
+        found = tensor.clone()
+        current_stream().synchronize()
+        return found
+
     def _note(self, host: torch.Tensor) -> None:
         """A copy is asynchronous only where the driver knows every byte of its host side."""
         start, stop = host.data_ptr(), host.data_ptr() + host.nbytes

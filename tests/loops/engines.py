@@ -28,7 +28,7 @@ from . import refusals
 from .checkpoints import contents_of, position_of
 from .drives import Drives
 from .interruption import Interruption, leave_contexts
-from .models import mark
+from .models import device, mark
 from .playing import COUNTS, Boom, Facts, Outcome, Player
 from .programs import Operation, Program, Setup
 
@@ -67,7 +67,7 @@ class EnginePlayer(Player):
 
     def start(self, setup: Setup, state: Mapping[str, torch.Tensor] | None = None) -> None:
         self._patch.undo()
-        self._patch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
+        self._patch.setenv("OFFLOAD_ACCELERATOR", "cuda" if device().type == "cuda" else setup.accelerator)
         self._patch.setenv("OFFLOAD_SEED", str(setup.seed))
         small(self._patch, chunk_numel=4096, joined_numel=setup.joined)
         if setup.speculates:

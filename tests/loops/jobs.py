@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests.small_sizes import small_for_good
 
 from .engines import DrawnPlayer, MemoryPlayer
+from .models import device
 from .plain import PlainPlayer
 from .playing import Outcome, Player
 from .programs import Program
@@ -30,6 +31,9 @@ DIED = 3
 def settle() -> None:
     """Called in each process before its first job."""
     small_for_good(least_unit_numel=0)  # the models here are tiny, and are to have units all the same
+    if device().type == "cuda":
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def rank() -> int:

@@ -32,10 +32,14 @@ def has_oracle(model: Model) -> bool:
 
 
 class Stage:
-    """The processes that loops run in, kept from one to the next: two alone, two in one group. Who died is replaced."""
+    """The processes that loops run in, kept from one to the next: two alone, two in one group. Who died is replaced.
 
-    def __init__(self, folder: Path) -> None:
+    `device`: what they train on. On "cuda" every setup's accelerator is that GPU, which both ranks of a pair share."""
+
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
         self._folder = folder
+        # The workspace is what makes cuBLAS deterministic; it is read when the first handle is made.
+        self._variables = {"LOOPS_DEVICE": device, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         self._crews: dict[str, Crew] = {}
         self._count = 0
 
@@ -48,7 +52,7 @@ class Stage:
             place = self._folder / f"crew-{self._count}"
             place.mkdir()
             size = 2 if "pair" in name else 1
-            self._crews[name] = Crew(size, place, seconds=HANG_SECONDS + 30, jobs="tests.loops.jobs")
+            self._crews[name] = Crew(size, place, seconds=HANG_SECONDS + 30, jobs="tests.loops.jobs", **self._variables)
         return self._crews[name]
 
     def close(self) -> None:
@@ -106,7 +110,7 @@ class Stage:
         lines = []
         for name in names:
             for file in sorted(place.glob(name)):
-                outcomes = torch.load(file, weights_only=False)["outcomes"]
+                outcomes = torch.load(file, weights_only=False, map_location="cpu")["outcomes"]
                 lines.append(f"{file.name}: " + ", ".join(one["is"] for one in outcomes))
         return "\n".join(lines)
 
@@ -117,7 +121,7 @@ def _played(place: Path, side: str, program: Program, ranks: int | None = None) 
     for rank in range(ranks or program.ranks):
         found.append([])
         for file in sorted(place.glob(f"{side}-{rank}-*.pt")):
-            found[-1] += torch.load(file, weights_only=False)["outcomes"]
+            found[-1] += torch.load(file, weights_only=False, map_location="cpu")["outcomes"]
     return found
 
 

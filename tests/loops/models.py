@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,11 @@ import offload
 from .programs import Model
 
 ROWS = 3
+
+
+def device() -> torch.device:
+    """Where batches lie, and the plain model: what `Stage` was told, in each of its processes."""
+    return torch.device(os.environ.get("LOOPS_DEVICE", "cpu"))
 
 
 class Boom(ValueError):
@@ -239,7 +245,8 @@ def mark(model: Subject, which: str) -> None:
 def data(width: int, batch: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets [ROWS, width] fp32, of each rank its own."""
     draw = torch.Generator().manual_seed(1000 * batch + rank)
-    return torch.randn(ROWS, width, generator=draw), torch.randn(ROWS, width, generator=draw)
+    x, y = (torch.randn(ROWS, width, generator=draw).to(device()) for _ in range(2))
+    return x, y
 
 
 def loss_of(model: nn.Module, width: int, batch: int, rank: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.acceptance.runs import WEIGHT_ATOL
 
+from .models import Subject, device
 from .playing import COUNTS, Outcome, Player
 from .programs import Program, Setup
 
@@ -32,6 +33,9 @@ class PlainPlayer(Player):
         self.model, self.optimizer = self.made(state)
         self.optimizer.register_step_pre_hook(self._before_step)
         self._clip_once, self._step_count = None, 0
+
+    def built(self) -> Subject:
+        return super().built().to(device())
 
     def end(self) -> None:
         pass
@@ -97,13 +101,13 @@ class PlainPlayer(Player):
         return contextlib.nullcontext()
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
 
     def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
         self.model.load_state_dict(dict(state))
 
     def save(self, number: int, beside: bool) -> None:
-        content = (self.model.state_dict(), self.optimizer.state_dict(), torch.get_rng_state(), self._step_count)
+        content = (self.model.state_dict(), self.optimizer.state_dict(), _random_state(), self._step_count)
         self._snapshots[self.position] = copy.deepcopy(content)
 
     def wait(self) -> None:
@@ -118,7 +122,7 @@ class PlainPlayer(Player):
             weights, optimizer, random, self._step_count = copy.deepcopy(self._snapshots[position])
             self.model.load_state_dict(weights)
             self.optimizer.load_state_dict(optimizer)
-            torch.set_rng_state(random)
+            _set_random_state(random)
             self.optimizer.zero_grad()
             self._clip_once = None
         return position
@@ -131,3 +135,14 @@ class PlainPlayer(Player):
 
     def exported(self) -> dict[str, torch.Tensor]:
         return self.state()
+
+
+def _random_state() -> list[torch.Tensor]:
+    """Of the host's generator, and of the device's where batches lie on one."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device().type == "cuda" else [])]
+
+
+def _set_random_state(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)

@@ -114,7 +114,7 @@ class Player(ABC):
 
     def made(self, state: Mapping[str, torch.Tensor] | None) -> tuple[Subject, torch.optim.Optimizer]:
         """A model and its optimizer as the script makes them."""
-        model = build(self.program.model)
+        model = self.built()
         if state is not None:
             model.load_state_dict(dict(state))
         optimizer = optimizer_of(self.program.model, model)
@@ -123,6 +123,10 @@ class Player(ABC):
             others = [one.requires_grad_() for one in model.parameters() if id(one) not in held]
             optimizer.add_param_group({"params": others, "lr": 2e-3})
         return model, optimizer
+
+    def built(self) -> Subject:
+        """A model with its first values."""
+        return build(self.program.model)
 
     @abstractmethod
     def end(self) -> None:

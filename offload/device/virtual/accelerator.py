@@ -195,6 +195,12 @@ class VirtualAccelerator(Accelerator):
     def copy_in_after_compute(self) -> None:
         self._machine.fetch.add({}, after=[self._machine.compute.last])
 
+    def copy_in_after(self, pending: Pending) -> None:
+        if isinstance(pending, Event):
+            self._machine.fetch.add({}, after=[pending])
+        else:
+            pending.wait()
+
     def wait_for_all(self) -> None:
         machine = self._machine
         for queue_of_device in (machine.compute, machine.fetch, machine.drain, machine.collectives):

@@ -20,7 +20,9 @@ from offload.device.pending import Pending, Settled
 from offload.model.chunk import Chunk
 from offload.model.unit import Unit
 from offload.model.unit_state import Fetch
+from offload.model.update import UnitUpdate
 from offload.planning.purposes import FETCHED
+from offload.planning.route import Memory
 from offload.ranks.rendezvous import Rendezvous
 from offload.step.chunk_stores import ParameterStore
 from offload.step.updates.update import Updates
@@ -88,9 +90,11 @@ class StagedFetcher(Fetcher):
 
     def start(self, unit: Unit) -> None:
         updates = self._updates
-        update = updates.launch(unit) if updates is not None and unit.update is not None else None
+        update = unit.update if updates is not None else None
+        if updates is not None and update is not None:
+            updates.launch(unit)
         unit.fetch = fetch = Fetch()
-        at_once = self._accelerator.copies_beside and (update is None or update.done()) and self._is_stored(unit)
+        at_once = self._accelerator.copies_beside and (update is None or not update.is_running) and self._is_stored(unit)
         begin = self._lane.run_now if at_once else self._lane.submit
         fetch.job = begin(lambda: self._bring(unit, fetch.copies, update), unit)
 
@@ -128,9 +132,13 @@ class StagedFetcher(Fetcher):
         self._stored = {}  # it keeps the memory
         self._parameter_store.settle_all_copies()
 
-    def _bring(self, unit: Unit, copies: list[Pending], update: Pending | None) -> None:
+    def _bring(self, unit: Unit, copies: list[Pending], update: UnitUpdate | None) -> None:
         if update is not None:
-            update.wait()
+            assert update.job is not None, "it was launched"
+            update.job.wait()
+            if unit.route.update_in is Memory.DEVICE:
+                for pending in update.published:
+                    self._accelerator.copy_in_after(pending)
         if unit in self._stored:
             for chunk in unit.chunks:
                 self._parameter_store.settle_write(chunk)

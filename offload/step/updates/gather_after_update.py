@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from offload.model.unit import Unit
-from offload.model.update import UnitUpdate
+from offload.model.update import ChunkUpdate, UnitUpdate
 from offload.planning.route import Route
 from offload.ranks.rendezvous import Rendezvous, Request
 from offload.step.gradients.chunk_gradients import ChunkGradients
@@ -24,6 +24,12 @@ class SpreadUpdates(Updates):
     def __init__(self, rendezvous: Rendezvous, tools: UpdateTools, gradients: ChunkGradients, routes: Iterable[Route]) -> None:
         super().__init__(tools, gradients, routes)
         self._rendezvous = rendezvous
+
+    def enqueue(self, unit: Unit, chunks: list[ChunkUpdate]) -> None:
+        super().enqueue(unit, chunks)
+        assert unit.update is not None
+        # What compute has read so far the gather overwrites, also where no part of it is updated here.
+        unit.update.published.append(self._accelerator.mark())
 
     def finish(self, unit: Unit) -> None:
         update = unit.update

@@ -98,7 +98,9 @@ class Updates:
         """Add a unit's update. Its gradients belong to the update from now on."""
         if unit.update is not None:
             raise AssertionError(f"unit {unit.name} is updated twice at once")
-        unit.update = self._queue[unit] = UnitUpdate(chunks)
+        # On the stream that is compute now: who launches it may be another thread, which has a stream of its own.
+        run = self._accelerator.on_compute(lambda: self._run_enqueued(unit))
+        unit.update = self._queue[unit] = UnitUpdate(chunks, run)
         if self._reads and unit.route.update_in is Memory.HOST:
             self._ahead.extend(chunks)
 
@@ -129,7 +131,7 @@ class Updates:
             for _, other in together:
                 other.job = job
         else:
-            update.job = lane.submit(self._accelerator.on_compute(lambda: self._run(unit, update)), unit)
+            update.job = lane.submit(update.run, unit)
 
     def _updates_together(self, unit: Unit, update: UnitUpdate) -> bool:
         """Whether the unit's update, which no lane has yet, needs nothing to be brought or taken anywhere."""
@@ -213,6 +215,10 @@ class Updates:
             values.close()
 
     # ---- on the lane ---------------------------------------------------------------------------------------------
+
+    def _run_enqueued(self, unit: Unit) -> None:
+        assert unit.update is not None, "it left the queue before its job was over"
+        self._run(unit, unit.update)
 
     def _run(self, unit: Unit, update: UnitUpdate) -> None:
         for chunk_update in update.chunks:

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of several ranks: what the attendance's thread does on a stream of its own is ordered with compute; see `played_cuda`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks.crew import Crew
+
+PLACES: list[dict[str, Any]] = [
+    {"stage": stage, "parameters": parameters, "optimizer_states": states}
+    for stage in (0, 1, 2, 3)
+    for parameters, states in (("device", "device"), ("device", "cpu"), ("cpu", "device"), ("cpu", "cpu"))
+    if stage == 3 or parameters == "device"
+]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Crew]:
+    crew = Crew(2, tmp_path, jobs="tests.device.rank_jobs")
+    yield crew
+    crew.close()
+
+
+@pytest.mark.parametrize("norm", [0.5, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("place", PLACES, ids=["-".join(map(str, place.values())) for place in PLACES])
+def test_no_race(pair: Crew, place: dict[str, Any], norm: float | None) -> None:
+    config = place | {"max_grad_norm": norm}
+    expected = pair.do("train", config={"parameters": "device", "optimizer_states": "device", "max_grad_norm": norm}, played=False)
+    assert pair.do("train", config=config, played=True) == expected
