@@ -71,9 +71,10 @@ def cells(dry_run: bool) -> Iterator[tuple[str, str, float | None, float]]:
     yield "offload, split states", "7B", 8.0, 75.0
     yield "offload", "1B", None, 30.0
     yield "plain, in memory", "1B", None, 30.0
-    for peer in PEERS[:4]:
+    for peer in PEERS[:3]:
         yield peer, "1B", None, 35.0
     yield "offload, split states", "7B", None, 75.0
+    yield PEERS[3], "1B", None, 35.0
     yield "offload, accumulation 4", "1B", None, 30.0
     yield "offload, update in backward", "1B", None, 30.0
     yield "offload, no checkpointing", "1B", None, 30.0

@@ -42,11 +42,12 @@ class Span:
 class StepTable:
     """Of one chunk, whose record and values the host can address. One thread at a time.
 
+    numel         of the chunk; `low`: where in it each piece begins, uint64 [pieces]
     reads_values  whether a step computes with the values that it finds, rather than only leave new ones
     """
 
     def __init__(self, record_format: RecordFormat, numel: int, values_dtype: torch.dtype, spans: Sequence[Span]) -> None:
-        self._numel, self._values_dtype = numel, values_dtype
+        self.numel, self._values_dtype = numel, values_dtype
         self.record_nbytes = record_format.nbytes(numel)
         state_format = record_format.state_format
         if state_format.is_split and values_dtype != torch.bfloat16:
@@ -67,7 +68,7 @@ class StepTable:
         own_master = state_format.is_split or record_format.own_master
         self.reads_values = record_format.needs_values
         rows["values_dtype"] = DTYPE_CODES[values_dtype] if own_master else _native.F32
-        self._low, self._value_offsets = low, low * values_dtype.itemsize
+        self.low, self._value_offsets = low, low * values_dtype.itemsize
         self._values_column = "values" if own_master else "master"
         self._record_offsets = _offsets(record_format, numel, low)
 
@@ -98,9 +99,8 @@ class StepTable:
         table.step(self.moments, numbers, grad_factor)
 
     def _place_gradients(self, rows: Any, which: Sequence[int] | slice, gradients: Tensor) -> None:
-        if gradients.numel() != self._numel or not _is_flat_on_host(gradients):
-            raise AssertionError(f"gradients must be [{self._numel}] on the host")
-        rows["grad"] = self._low[which] * gradients.itemsize + gradients.data_ptr()
+        _check_gradients(gradients, self.numel)
+        rows["grad"] = self.low[which] * gradients.itemsize + gradients.data_ptr()
         rows["grad_dtype"] = DTYPE_CODES[gradients.dtype]
 
     def placed(self, which: Sequence[int] | slice, record: Tensor, values: Tensor) -> Any:
@@ -116,8 +116,8 @@ class StepTable:
     def _check(self, record: Tensor, values: Tensor) -> None:
         if record.dtype != torch.uint8 or record.numel() < self.record_nbytes or not _is_flat_on_host(record):
             raise AssertionError(f"a record of {self.record_nbytes} bytes on the host is needed")
-        if values.dtype != self._values_dtype or values.numel() != self._numel or not _is_flat_on_host(values):
-            raise AssertionError(f"values must be [{self._numel}] of {self._values_dtype} on the host")
+        if values.dtype != self._values_dtype or values.numel() != self.numel or not _is_flat_on_host(values):
+            raise AssertionError(f"values must be [{self.numel}] of {self._values_dtype} on the host")
 
 
 class JoinedTable:
@@ -127,11 +127,23 @@ class JoinedTable:
     def __init__(self, parts: Sequence[tuple[StepTable, Tensor, Tensor]]) -> None:
         self._kept = [(record, values) for _, record, values in parts]  # as long as their addresses are here
         self._table = _Table(np.concatenate([table.placed(_ALL, record, values) for table, record, values in parts]))
+        self._numels = [table.numel for table, _, _ in parts]
+        self._counts, self._low = [len(table.low) for table, _, _ in parts], np.concatenate([table.low for table, _, _ in parts])
         self._moments = frozenset.intersection(*(table.moments for table, _, _ in parts))
 
     def update(self, gradients: Sequence[Tensor], numbers: Numbers, grad_factor: float) -> None:
         """One step of all pieces, in place; as `StepTable.update`."""
         _place_gradients(self._table.rows, gradients)
+        self._table.step(self._moments, numbers, grad_factor)
+
+    def update_chunks(self, gradients: Sequence[Tensor], numbers: Numbers, grad_factor: float) -> None:
+        """`update` with the gradients of each chunk in one, [its numel]."""
+        for numel, gradient in zip(self._numels, gradients, strict=True):
+            _check_gradients(gradient, numel)
+        itemsizes = np.repeat(np.array([one.itemsize for one in gradients], np.uint64), self._counts)
+        rows, addresses = self._table.rows, np.array([one.data_ptr() for one in gradients], np.uint64)
+        rows["grad"] = self._low * itemsizes + np.repeat(addresses, self._counts)
+        rows["grad_dtype"] = np.repeat([DTYPE_CODES[one.dtype] for one in gradients], self._counts)
         self._table.step(self._moments, numbers, grad_factor)
 
 
@@ -195,6 +207,11 @@ def _place_gradients(rows: Any, gradients: Sequence[Tensor]) -> None:
             raise AssertionError(f"a gradient must be [{numel}] on the host")
     rows["grad"] = [gradient.data_ptr() for gradient in gradients]
     rows["grad_dtype"] = [DTYPE_CODES[gradient.dtype] for gradient in gradients]
+
+
+def _check_gradients(gradients: Tensor, numel: int) -> None:
+    if gradients.numel() != numel or not _is_flat_on_host(gradients):
+        raise AssertionError(f"gradients must be [{numel}] on the host")
 
 
 def _is_flat_on_host(tensor: Tensor) -> bool:

@@ -24,6 +24,8 @@ class ChunkArithmetic:
 
     def __init__(self, records: RecordStore, gradients: ChunkGradients) -> None:
         self._records, self._gradients = records, gradients
+        self._joined: dict[Chunk, tuple[list[tuple[int, int]], JoinedTable]] = {}
+        """By the first chunk of several that are updated at once: where the records and the values of all of them lie."""
 
     def update(self, update: ChunkUpdate, record: Tensor, values: Tensor) -> None:
         """`record`: the memory that holds it. The chunk's gradient is open."""
@@ -45,6 +47,33 @@ class ChunkArithmetic:
             updated = {one.info.index for one in update.some}
             which = [position for position, (info, _) in enumerate(chunk.pieces) if info.index in updated]
         self._table(chunk, values).update(which, record, values, gradients, numbers_of([update]), update.factor)
+
+    def update_at_once(self, updates: Sequence[ChunkUpdate], records: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """`update` of several chunks, every slot of them, in one native call where the kernel makes them all."""
+        if not all(map(by_table, updates, values)):
+            for one, record, own in zip(updates, records, values, strict=True):
+                self.update(one, record, own)
+            return
+        chunks, numbers = [one.chunk for one in updates], numbers_of(updates)
+        joined = self._joined_at(chunks, records, values)
+        whole = [self._gradients.opened_whole(chunk) for chunk in chunks]
+        if any(gradient is None for gradient in whole):
+            pieces = [piece for one in updates for piece in self._gradients.opened(one.chunk, one.only_pieces)]
+            joined.update(pieces, numbers, updates[0].factor)
+        else:
+            joined.update_chunks([gradient for gradient in whole if gradient is not None], numbers, updates[0].factor)
+
+    def _joined_at(self, chunks: Sequence[Chunk], records: Sequence[Tensor], values: Sequence[Tensor]) -> JoinedTable:
+        places = [(record.data_ptr(), own.data_ptr()) for record, own in zip(records, values, strict=True)]
+        known, joined = self._joined.get(chunks[0], (None, None))
+        if joined is None or known != places:
+            joined = self.joined(chunks, records, values)
+            self._joined[chunks[0]] = places, joined
+        return joined
+
+    def close(self) -> None:
+        """Let go of memory that is others'."""
+        self._joined = {}
 
     def joined(self, chunks: Sequence[Chunk], records: Sequence[Tensor], values: Sequence[Tensor]) -> JoinedTable:
         """One table for all of these, which lie where they are for good."""

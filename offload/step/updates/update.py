@@ -213,6 +213,7 @@ class Updates:
             lane.close()
         for values in self._value_accesses.values():
             values.close()
+        self._arithmetic.close()
 
     # ---- on the lane ---------------------------------------------------------------------------------------------
 
@@ -221,6 +222,9 @@ class Updates:
         self._run(unit, unit.update)
 
     def _run(self, unit: Unit, update: UnitUpdate) -> None:
+        if self._are_at_hand(update.chunks):
+            self._apply_at_once(update)
+            return
         for chunk_update in update.chunks:
             if chunk_update.cancelled:
                 self._give_up(chunk_update)
@@ -235,6 +239,36 @@ class Updates:
             update.published.append(self._apply(chunk_update))
         if unit.route.update_in is Memory.DEVICE:
             update.published.append(self._accelerator.mark())
+
+    def _are_at_hand(self, updates: Sequence[ChunkUpdate]) -> bool:
+        """Whether one native call can make these: all that they read and write lies in host memory, and nobody wants to see
+        each of them."""
+        if self._reads or self.watcher is not None or len(updates) < 2 or updates[0].chunk.route.update_in is not Memory.HOST:
+            return False
+        return all(
+            one.updates_every_slot and not one.cancelled and one.failure is None and self._values(one.chunk).stays(one.chunk)
+            for one in updates
+        )
+
+    def _apply_at_once(self, update: UnitUpdate) -> None:
+        """A call for each chunk has the pool's threads fall asleep in between: on many cores that takes as long as the chunk."""
+        updates, chunks = update.chunks, [one.chunk for one in update.chunks]
+        for one in updates:
+            one.started = True
+        with nullcontext() if all(map(self._gradients.is_here, chunks)) else self._timeline.lane_waiting("read records"):
+            records = [self._access(one.chunk).begin(one) for one in updates]
+            for chunk in chunks:
+                self._gradients.open(chunk)
+        is_at_hand = all(self._values(chunk).is_at_hand(chunk) for chunk in chunks)
+        with nullcontext() if is_at_hand else self._timeline.lane_waiting("read parameters"):
+            values = [self._values(one.chunk).begin(one.chunk, self._old(one)) for one in updates]
+        with self._timeline.lane_working("adam"):
+            self._arithmetic.update_at_once(updates, records, values)
+        for one, record, own in zip(updates, records, values, strict=True):
+            self._gradients.release(one.chunk)
+            update.published.append(self._values(one.chunk).commit(one.chunk, own, one.only_pieces))
+            self._access(one.chunk).commit(one, record)
+            one.applied = True
 
     def _run_together(self, runs: Sequence[tuple[Unit, UnitUpdate]]) -> None:
         updates = [one for _, update in runs for one in update.chunks]

@@ -45,10 +45,14 @@ class ValuesNeeded(Enum):
 
 
 class ValueAccess(ABC):
-    """See the module. One chunk is between `begin` and `commit` at a time, on the update's thread."""
+    """See the module. One chunk is between `begin` and `commit` at a time, on the update's thread; more where it `stays`."""
 
     def is_at_hand(self, chunk: Chunk) -> bool:
         """Whether `begin` waits for nothing, as far as is known at once."""
+        return False
+
+    def stays(self, chunk: Chunk) -> bool:
+        """Whether `begin` gives memory that is the chunk's alone, so that several may be between `begin` and `commit`."""
         return False
 
     def read_ahead(self, chunk: Chunk) -> bool:
@@ -77,6 +81,9 @@ class ValuesInPlace(ValueAccess):
     """The flat lies for good where the kernel can address it."""
 
     def is_at_hand(self, chunk: Chunk) -> bool:
+        return True
+
+    def stays(self, chunk: Chunk) -> bool:
         return True
 
     def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
@@ -160,6 +167,9 @@ class ValuesInStore(ValueAccess):
 
     def is_at_hand(self, chunk: Chunk) -> bool:
         return chunk in self._views and self._parameter_store.is_copied(chunk)
+
+    def stays(self, chunk: Chunk) -> bool:
+        return self._parameter_store.view(chunk) is not None
 
     def read_ahead(self, chunk: Chunk) -> bool:
         return self._parameter_store.view(chunk) is not None or self._ahead.start(
