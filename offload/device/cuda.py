@@ -3,7 +3,7 @@
 
     stream    work on it                                          waits for
     compute   forward, backward, gradient packing, device Adam    fetch, where `join` says so
-    fetch     H2D of parameters                                   compute, at `fill`, `copy_in_after_compute` and `copy_in_after`
+    fetch     H2D of parameters                                   compute, at `fill`, `copy_in_after...`
     drain     D2H of gradients, norms, parameters                 compute, at every `copy_out`; fetch, beside compute
     ranks     collectives of several GPUs                         a mark of compute, given with each
 

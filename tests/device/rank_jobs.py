@@ -70,5 +70,3 @@ def _watched(start: Callable[..., Started]) -> Callable[..., Started]:
         return start(self, run, name)
 
     return started
-
-

@@ -30,5 +30,7 @@ def pair(tmp_path: Path) -> Iterator[Crew]:
 @pytest.mark.parametrize("place", PLACES, ids=["-".join(map(str, place.values())) for place in PLACES])
 def test_no_race(pair: Crew, place: dict[str, Any], norm: float | None) -> None:
     config = place | {"max_grad_norm": norm}
-    expected = pair.do("train", config={"parameters": "device", "optimizer_states": "device", "max_grad_norm": norm}, played=False)
+    expected = pair.do(
+        "train", config={"parameters": "device", "optimizer_states": "device", "max_grad_norm": norm}, played=False
+    )
     assert pair.do("train", config=config, played=True) == expected

@@ -127,8 +127,9 @@ class JoinedTable:
     def __init__(self, parts: Sequence[tuple[StepTable, Tensor, Tensor]]) -> None:
         self._kept = [(record, values) for _, record, values in parts]  # as long as their addresses are here
         self._table = _Table(np.concatenate([table.placed(_ALL, record, values) for table, record, values in parts]))
-        self._numels = [table.numel for table, _, _ in parts]
-        self._counts, self._low = [len(table.low) for table, _, _ in parts], np.concatenate([table.low for table, _, _ in parts])
+        tables = [table for table, _, _ in parts]
+        self._numels, self._counts = [table.numel for table in tables], [len(table.low) for table in tables]
+        self._low = np.concatenate([table.low for table in tables])
         self._moments = frozenset.intersection(*(table.moments for table, _, _ in parts))
 
     def update(self, gradients: Sequence[Tensor], numbers: Numbers, grad_factor: float) -> None:

@@ -243,11 +243,10 @@ class Updates:
     def _are_at_hand(self, updates: Sequence[ChunkUpdate]) -> bool:
         """Whether one native call can make these: all that they read and write lies in host memory, and nobody wants to see
         each of them."""
-        if self._reads or self.watcher is not None or len(updates) < 2 or updates[0].chunk.route.update_in is not Memory.HOST:
+        if self._reads or self.watcher is not None or len(updates) < 2:
             return False
-        return all(
-            one.updates_every_slot and not one.cancelled and one.failure is None and self._values(one.chunk).stays(one.chunk)
-            for one in updates
+        return updates[0].chunk.route.update_in is Memory.HOST and all(
+            one.updates_every_slot and not one.cancelled and self._values(one.chunk).stays(one.chunk) for one in updates
         )
 
     def _apply_at_once(self, update: UnitUpdate) -> None:

@@ -287,11 +287,17 @@ def _copied(
     chunk: Chunk,
     pieces: Iterable[Piece],
 ) -> Pending:
-    """Pieces of the chunk's values, [chunk.numel], by `copy`, whose copies settle in order: the last one."""
-    last: Pending = _OVER
+    """Pieces of the chunk's values, [chunk.numel], by `copy`, whose copies settle in order: the last one. What lies side by side
+    goes in one copy: to begin one takes the host as long as a thousand elements."""
+    runs: list[slice] = []
     for piece in pieces:
         part = chunk.part(piece)
-        last = copy(target[part], source[part])
+        if runs and runs[-1].stop == part.start:
+            part = slice(runs.pop().start, part.stop)
+        runs.append(part)
+    last: Pending = _OVER
+    for run in runs:
+        last = copy(target[run], source[run])
     return last
 
 
