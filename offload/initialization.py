@@ -46,7 +46,8 @@ def initialize(
                taken over. None: the one that a config with DeepSpeed's keys describes; if there is none either, the engine
                runs forward, evaluation and generation only
     config     a `Config`; or a mapping, or the path of a JSON file, with its keys or with DeepSpeed's (docs/deepspeed.md)
-    weights    a safetensors file, or a folder with one or with a sharded index: read unit by unit into the tiers
+    weights    a safetensors file, or a folder with one or with a sharded index: read unit by unit into the tiers; into a model
+               of transformers as its `from_pretrained` would, which converts what some models have on disk
     mesh       the ranks that train together, as a `DeviceMesh`: one dimension (all share the shards) or two, (replicate,
                shard): shards within a node, copies across. None: all ranks of the process group, which is started from
                torchrun's environment if it was not; without either, one rank

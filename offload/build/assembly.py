@@ -197,6 +197,7 @@ class Assembly:
         check_renormalized(model, described.infos, self._ranks.world_size)
         name_parameters(model)
         if self._source is not None:
+            self._source = self._source.converted_for(model)
             self._covered = self._source.match(model)
         if imagined() is None:
             check_values(described.infos, self._covered)

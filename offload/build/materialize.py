@@ -4,7 +4,8 @@
 Values come from the parameter itself, from the replay of its recorded initialiser (`deferred_init`), or from a
 safetensors file; records from the user's optimizer where that has state already. What the host cannot write to where it
 lies is made in a registered buffer: one for files, two for the device, of which one is copied while the other is filled. Peak
-host memory beside the tiers is one unit's values and those buffers, each of a chunk's record at most.
+host memory beside the tiers is one unit's values, what a file has of them in other pieces than the model, and those buffers,
+each of a chunk's record at most.
 """
 
 from __future__ import annotations

@@ -41,6 +41,13 @@ def is_peft(model: nn.Module) -> bool:
     return isinstance(model, (peft.PeftModel, peft.PeftMixedModel)) or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
+def base_model(model: nn.Module) -> nn.Module:
+    """The model that PEFT put adapters into, or the model itself."""
+    get_base: Any = getattr(model, "get_base_model", None) if is_peft(model) else None
+    base: nn.Module = get_base() if get_base is not None else model
+    return base
+
+
 def base_namer(model: nn.Module) -> Callable[[str], str | None]:
     """A function that gives for the fqn of a parameter or buffer the one that it has in the base model; None for what is an
     adapter's. The identity where there are none."""
@@ -49,8 +56,7 @@ def base_namer(model: nn.Module) -> Callable[[str], str | None]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    get_base: Any = getattr(model, "get_base_model", None)
-    base = get_base() if get_base is not None else model
+    base = base_model(model)
     outer = next(name for name, module in model.named_modules() if module is base)
     prefix = f"{outer}." if outer else ""
     wrapped = {

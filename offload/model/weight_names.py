@@ -44,11 +44,13 @@ class Differences:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a file says of one tensor. `dtype`: None where it is one that torch, or this package, has not."""
+    """What a file says of one tensor. `dtype`: None where it is one that torch, or this package, has not. `loaded_as`: under
+    which name the model's library would look for it, where that is not its name."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     dtype_name: str
+    loaded_as: str = ""
 
 
 def match_names(model: nn.Module, stored: Mapping[str, Stored], origin: str) -> dict[str, tuple[str, ...]]:
@@ -89,7 +91,11 @@ def match_names(model: nn.Module, stored: Mapping[str, Stored], origin: str) -> 
             for name in found[fqn]
             if (dtype := stored[name].dtype) is None or not converts(dtype, tensors[fqn].dtype)
         ]
-    differences.unexpected = [f"{name} {list(stored[name].shape)}" for name in unexpected if not left_over(name)]
+    differences.unexpected = [
+        f"{name} {list(stored[name].shape)}"
+        for name in unexpected
+        if not left_over(name) and not left_over(stored[name].loaded_as or name)
+    ]
     if differences:
         raise InitializerError(
             f"the weights in {origin} do not fit {type(model).__name__}: {differences}. Build the model from the "

@@ -8,7 +8,11 @@ The index is data, not a path language: a file which it names must lie in the in
 separator or `..` in it is refused. A symbolic link is followed, since whoever owns the directory made it (model hubs
 lay out their downloads as links). Files must not be truncated while they are being read: they are memory-mapped.
 
-Thread-safety: a `WeightSource` does not change after it was opened; any thread may load.
+Names are the files' own, until `converted_for` makes them those of a model whose library renames or converts what it loads.
+Of what is converted, the tensors that are needed are read when the first that they make is asked for, and what else they make
+is kept until it is asked for too.
+
+Thread-safety: any thread may load.
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,7 @@ from torch import Tensor, nn
 
 from offload.config import expanded
 from offload.errors import InitializerError
+from offload.model.conversions import Conversion, conversions, outline
 from offload.model.file_dtypes import DTYPES
 from offload.model.weight_names import Stored, match_names
 
@@ -37,20 +43,32 @@ _COMPARE_NBYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
+    """A tensor as it lies in a file, where it is called `name`."""
+
     file: Path
+    name: str
     stored: Stored
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor that is made of `parts`, by their names in the files."""
+
+    conversion: Conversion
+    parts: Mapping[str, _Entry]
+    stored: Stored
 
 
 class WeightSource:
     """The tensors of one checkpoint, by name. Made by `open_weights`."""
 
-    def __init__(self, path: Path, entries: Mapping[str, _Entry]) -> None:
+    def __init__(self, path: Path, entries: Mapping[str, _Entry | _Made]) -> None:
         self.path = path
         self._entries = dict(entries)
+        self._lock = threading.Lock()
+        self._unasked = {name for name, entry in self._entries.items() if isinstance(entry, _Made)}
+        self._waiting: dict[str, Tensor] = {}
+        """Of those: what was made with another."""
 
     def names(self) -> list[str]:
         """The names of all tensors, sorted."""
@@ -58,16 +76,68 @@ class WeightSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor, known without reading it."""
-        return self._entry(name).shape
+        return self._entry(name).stored.shape
 
     def load(self, name: str) -> Tensor:
         """One tensor: on the CPU, contiguous, in the dtype of the file, in memory that the caller owns.
 
         Errors: `InitializerError` for a name that is not there or a file that cannot be read.
         """
-        with _opened(self._entry(name).file) as file:
+        entry = self._entry(name)
+        if isinstance(entry, _Made):
+            return self._load_made(name, entry)
+        with _opened(entry.file) as file:
             # What the file gives may be a view of its mapping; the copy outlives the file and can be written to.
-            return _checked_tensor(file.get_tensor(name)).clone()
+            return _checked_tensor(file.get_tensor(entry.name)).clone()
+
+    def _load_made(self, name: str, entry: _Made) -> Tensor:
+        with self._lock:
+            self._unasked.discard(name)
+            if name not in self._waiting:
+                made = _converted(entry)
+                self._waiting.update({other: made[other] for other in made if other == name or other in self._unasked})
+            return self._waiting.pop(name)
+
+    def converted_for(self, model: nn.Module) -> WeightSource:
+        """The same tensors as transformers would load them into `model`, by the model's names; itself where that is no model
+        of transformers. What no parameter is for keeps its name.
+
+        Errors: `InitializerError` where a conversion cannot be done, or two tensors are one of the model's.
+        """
+        found = conversions(model, self._entries, str(self.path))
+        if found is None:
+            return self
+        entries = {name: self._entries[given] for name, given in found.renamed.items()}
+        for given, wanted in found.unexpected.items():
+            entry = self._in_file(given)
+            entries[given] = replace(entry, stored=replace(entry.stored, loaded_as=wanted))
+        for conversion in found.joint:
+            for name, made in self._made(conversion).items():
+                if name in entries:
+                    raise InitializerError(
+                        f"{self.path} holds {name!r} and {conversion.names[0]!r}, of which {name!r} is made; keep one of them"
+                    )
+                entries[name] = made
+        return WeightSource(self.path, entries)
+
+    def _made(self, conversion: Conversion) -> dict[str, _Made]:
+        """What it gives, by name: seen without reading."""
+        parts = {name: self._in_file(name) for name in conversion.names}
+        kinds = {_kind(part.stored) for part in parts.values()}
+        if len(kinds) > 1 or None in kinds:
+            found = sorted({part.stored.dtype_name for part in parts.values()})
+            raise InitializerError(
+                f"{self.path} holds {conversion.names[0]!r} and what else {conversion.first!r} is made of in "
+                f"{', '.join(found)}: expected numbers of one kind, of a dtype that torch has"
+            )
+        made = conversion.made_of({name: outline(part.stored) for name, part in parts.items()})
+        stored = {name: Stored(tuple(one.shape), one.dtype, str(one.dtype)) for name, one in made.items()}
+        return {name: _Made(conversion, parts, stored[name]) for name in made}
+
+    def _in_file(self, name: str) -> _Entry:
+        entry = self._entry(name)
+        assert isinstance(entry, _Entry)
+        return entry
 
     def match(self, model: nn.Module) -> dict[str, str]:
         """Which tensor goes where: {fqn in `model`: name in the source}, without reading them.
@@ -97,18 +167,19 @@ class WeightSource:
 
     def _equal(self, first: str, second: str) -> bool:
         one, two = self._entry(first), self._entry(second)
-        if not one.shape or 0 in one.shape:
+        shape = one.stored.shape
+        if not shape or 0 in shape or isinstance(one, _Made) or isinstance(two, _Made):
             return self.load(first).equal(self.load(second))
         with _opened(one.file) as file, _opened(two.file) as other_file:
-            slices, other_slices = file.get_slice(first), other_file.get_slice(second)
+            slices, other_slices = file.get_slice(one.name), other_file.get_slice(two.name)
             row_nbytes = max(1, _checked_tensor(slices[:1]).nbytes)
             step = max(1, _COMPARE_NBYTES // row_nbytes)
             return all(
                 _checked_tensor(slices[row : row + step]).equal(_checked_tensor(other_slices[row : row + step]))
-                for row in range(0, one.shape[0], step)
+                for row in range(0, shape[0], step)
             )
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> _Entry | _Made:
         try:
             return self._entries[name]
         except KeyError:
@@ -137,7 +208,7 @@ def open_weights(path: str | os.PathLike[str]) -> WeightSource:
 
 def _file_entries(file: Path) -> dict[str, _Entry]:
     with _opened(file) as opened:
-        return {name: _Entry(file, _stored(opened.get_slice(name))) for name in opened.keys()}  # noqa: SIM118
+        return {name: _Entry(file, name, _stored(opened.get_slice(name))) for name in opened.keys()}  # noqa: SIM118
 
 
 def _stored(slices: Any) -> Stored:
@@ -201,6 +272,24 @@ def _opened(file: Path) -> Iterator[Any]:
         raise InitializerError(
             f"{file} cannot be read as safetensors: {error}; fetch it again, or name another file"
         ) from error
+
+
+def _kind(stored: Stored) -> tuple[bool, bool] | None:
+    """Of its numbers: those of one kind become the widest among them where they are put together."""
+    return None if stored.dtype is None else (stored.dtype.is_floating_point, stored.dtype.is_complex)
+
+
+def _converted(entry: _Made) -> dict[str, Tensor]:
+    """All that its conversion makes, each in memory of its own."""
+    with ExitStack() as stack:
+        files = {file: stack.enter_context(_opened(file)) for file in {part.file for part in entry.parts.values()}}
+        parts = {name: _checked_tensor(files[part.file].get_tensor(part.name)) for name, part in entry.parts.items()}
+        of_files = {part.untyped_storage().data_ptr() for part in parts.values()}
+        made = entry.conversion.made_of(parts)
+        return {
+            name: one.clone() if one.untyped_storage().data_ptr() in of_files else one.contiguous()
+            for name, one in made.items()
+        }
 
 
 def _checked_tensor(value: Any) -> Tensor:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import offload
+from offload.cli.main import main
 from offload.cli.plans.outline import Outline
 from tests.warm import WarmProcess
 
@@ -127,6 +128,27 @@ def test_a_checkpoint_is_streamed_with_its_tokenizer(
         assert report["losses"][0] == pytest.approx(saved(input_ids=batch, labels=batch).loss.item(), abs=1e-5)
     assert str(folder) in done.out
     assert is_empty(nvme)
+
+
+def test_experts_are_streamed_as_transformers_saves_them_and_exported_as_it_loads_them(
+    train: Trainer, text: Path, nvme: Path, tmp_path: Path
+) -> None:
+    """A rate of learning so small that no weight changes: what comes out is what went in."""
+    from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    saved = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+    saved.save_pretrained(tmp_path / "checkpoint", max_shard_size="40KB")
+    places = ("--parameters", "nvme", "--optimizer-states", "nvme", "--nvme", nvme, "--sequence", 16, "--eval-batches", 0)
+    flags = ("--steps", 2, "--lr", 1e-30, "--checkpoints", tmp_path / "run", "--save-every", 1, *places)
+    train("--model", tmp_path / "checkpoint", "--data", text, *flags, "--export", tmp_path / "exported")
+    assert main(["export", str(tmp_path / "run" / "step-2"), str(tmp_path / "later")]) == 0
+    for folder in ("checkpoint", "exported", "later"):
+        loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not any(report.values())
+        found = loaded.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in saved.state_dict().items()), folder
 
 
 def test_bf16_with_updates_in_backward_ends_by_time(train: Trainer, text: Path) -> None:

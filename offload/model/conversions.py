@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What transformers makes of the tensors in a folder when it loads a model: other names, experts put together into one tensor,
+a fused projection cut into its parts.
+
+The rules are transformers' own, for every family of models that it has some for, and its own code follows them. Here is only
+which tensors of the files are needed for which of the model's, so that they can be made when their turn comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import InitializerError
+from offload.model.flat import some_of
+from offload.model.peft_names import base_model, base_namer, is_pretrained_model
+from offload.model.weight_names import Stored, persistent_tensors
+
+_LISTED_COUNT = 4
+
+
+@dataclass(slots=True)
+class Conversion:
+    """Tensors of the files that are made into tensors of the model together, by one of transformers' converters.
+
+    first  what the first of those made is called in the model
+    taken  (the converter's pattern, the name in the files) of each, in the order in which they are put together
+    model  what converters ask for shapes and sizes
+    """
+
+    first: str
+    converter: Any
+    model: Any
+    taken: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """Of what it needs."""
+        return [name for _, name in self.taken]
+
+    def made_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """By the model's names. `tensors`: of `names`; on the meta device for shapes and dtypes alone.
+
+        Errors: `InitializerError` which says what could not be made of what.
+        """
+        converter = deepcopy(self.converter)  # it collects what it is given
+        for pattern, name in self.taken:
+            converter.add_tensor(self.first, name, pattern, tensors[name])
+        try:
+            made = converter.convert(self.first, model=self.model, config=self.model.config)
+            return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        except Exception as error:  # whatever a conversion meets that it was not written for
+            shapes = [f"{name} {list(tensors[name].shape)}" for name in self.names]
+            raise InitializerError(
+                f"{self.first!r} cannot be made of {len(shapes)} tensors as transformers does it ({error}): "
+                f"{some_of(shapes, _LISTED_COUNT)}. Look whether all of the checkpoint's files are there, and whether the "
+                "model is of its configuration"
+            ) from error
+
+
+@dataclass(slots=True)
+class Conversions:
+    """What becomes of the tensors of some files.
+
+    renamed      the name in the files by the model's name, of those that are taken as they are
+    joint        those that are made together
+    unexpected   of which the model has none: what transformers would look for, by the name in the files
+    """
+
+    renamed: dict[str, str] = field(default_factory=dict)
+    joint: list[Conversion] = field(default_factory=list)
+    unexpected: dict[str, str] = field(default_factory=dict)
+
+
+def conversions(model: nn.Module, names: Iterable[str], origin: str) -> Conversions | None:
+    """How `from_pretrained` of this model's class, without adapters, would take tensors of these names.
+
+    None where the model is none of transformers', or that is of a version that converts nothing.
+
+    origin  where the names come from, for errors. Errors: `InitializerError` where two of them are one tensor of the model
+    """
+    base: Any = base_model(model)
+    if not is_pretrained_model(base):
+        return None
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    except ImportError:
+        return None
+    namer = base_namer(model)
+    tensors = {name: tensor for fqn, tensor in persistent_tensors(model).items() if (name := namer(fqn)) is not None}
+    rules = get_model_conversion_mapping(base)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    asked = _Unadapted(base, tensors)
+    found, joint = Conversions(), dict[str, Conversion]()
+    for name in sorted(names, key=dot_natural_key):  # the order of experts too
+        wanted, pattern = rename_source_key(name, renamings, converters, base.base_model_prefix, tensors)
+        if wanted not in tensors and name in tensors:
+            wanted, pattern = rename_source_key(name, [], [], base.base_model_prefix, tensors)
+        if wanted not in tensors:
+            found.unexpected[name] = wanted
+        elif pattern is not None:
+            conversion = joint.setdefault(wanted, Conversion(wanted, by_pattern[pattern], asked))
+            conversion.taken.append((pattern, name))
+        elif wanted in found.renamed:
+            raise InitializerError(
+                f"{origin} holds both {found.renamed[wanted]!r} and {name!r}, which are the same {wanted} of "
+                f"{type(base).__name__}; keep one of them"
+            )
+        else:
+            found.renamed[wanted] = name
+    found.joint = list(joint.values())
+    return found
+
+
+class _Unadapted:
+    """A model as conversions know it, whatever adapters there are in it: parameters have the names of the base model."""
+
+    def __init__(self, base: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        self._base, self._tensors = base, tensors
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+
+def outline(stored: Stored) -> Tensor:
+    """A tensor without values, to see what a conversion makes of it."""
+    return torch.empty(stored.shape, dtype=stored.dtype, device="meta")

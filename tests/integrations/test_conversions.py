@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`weights=` of a folder that holds other tensors than its model: transformers renames, stacks, joins and cuts on loading."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import offload
+from offload.model import weights
+from offload.model.conversions import conversions
+from offload.model.weights import SINGLE_FILE, open_weights
+
+from ..acceptance.conftest import nvme, opened, settled
+from ..acceptance.models import ON_CPU, ON_NVME, ON_NVME_IN_PLACE, byte_batches
+from ..acceptance.runs import assert_same_bits, refused
+
+rules = pytest.importorskip("transformers.conversion_mapping", reason="transformers 4 converts nothing")
+loading = pytest.importorskip("transformers.core_model_loading", reason="transformers 4 converts nothing")
+
+__all__ = ["nvme", "opened", "settled"]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+WIDTHS: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+GROUPED = {**WIDTHS, "num_key_value_heads": 2}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 28, "patch_size": 14}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "renamed, stacked and joined": ("Mixtral ForCausalLM", {**GROUPED, "num_local_experts": 4}),
+    "stacked and joined": ("Qwen3Moe ForCausalLM", {**GROUPED, "num_experts": 12, "moe_intermediate_size": 16, "head_dim": 8}),
+    "behind a dense layer": (
+        "DeepseekV3 ForCausalLM",
+        {**WIDTHS, **LATENT, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    ),
+    "in every other layer": ("Jamba ForCausalLM", {**GROUPED, "num_experts": 4, "use_mamba_kernels": False}),
+    "with biases": ("Phimoe ForCausalLM", {**GROUPED, "num_local_experts": 4}),
+    "renamed": ("GraniteMoe ForCausalLM", {**GROUPED, "num_local_experts": 4}),
+    "a renamed head": ("GPTNeoX ForCausalLM", WIDTHS),
+    "a renamed encoder": ("ViT Model", {**VISION, "intermediate_size": 48}),
+    "cut apart": ("HrmText ForCausalLM", GROUPED),
+    "cut apart, without a head": ("NomicBert Model", WIDTHS),
+    "renamed and cut apart": ("Dinov2 Model", {**VISION, "use_swiglu_ffn": True}),
+}  # fmt: skip
+MIXTRAL, CUT = "renamed, stacked and joined", "cut apart"
+
+
+def built(family: str) -> Any:
+    """A model with values of its own in everything, also in what is initialised with ones and zeros."""
+    name, sizes = FAMILIES[family]
+    prefix, kind = name.split()
+    model = getattr(transformers, prefix + kind)(getattr(transformers, f"{prefix}Config")(**sizes))
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.normal_()
+    return model
+
+
+def deferred(family: str) -> Any:
+    with offload.deferred_init():
+        return built(family)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    yield
+    transformers.utils.logging.set_verbosity(before)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """What `save_pretrained` writes of a family, in files so small that experts of one layer lie in several."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            torch.manual_seed(7)
+            made[family] = tmp_path_factory.mktemp("saved")
+            built(family).save_pretrained(made[family], max_shard_size="20KB")
+        return made[family]
+
+    return folder
+
+
+def names_in(folder: Path) -> set[str]:
+    return {name for file in folder.glob("*.safetensors") for name in load_file(file)}
+
+
+def loaded(family: str, folder: Path) -> dict[str, torch.Tensor]:
+    """By transformers."""
+    model, report = type(built(family)).from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_what_from_pretrained_loads(
+    opened: Any, folders: Callable[[str], Path], nvme: Path, tmp_path: Path, family: str
+) -> None:
+    folder = folders(family)
+    expected = loaded(family, folder)
+    assert names_in(folder) - expected.keys()  # else there is nothing to convert
+    with offload.initialize(deferred(family), config=ON_NVME_IN_PLACE.fields(nvme), weights=folder) as engine:
+        assert_same_bits(engine.state_dict(), expected)
+        engine.export(tmp_path / "exported")
+    assert_same_bits(loaded(family, tmp_path / "exported"), expected)
+    with offload.initialize(built(family), config=ON_CPU.fields(nvme), weights=tmp_path / "exported") as engine:
+        assert_same_bits(engine.state_dict(), expected)
+
+
+def test_names_of_the_hub_with_a_prefix_that_the_model_has_no_more(nvme: Path, tmp_path: Path) -> None:
+    model = transformers.CLIPTextModel(transformers.CLIPTextConfig(**WIDTHS))
+    model.config.save_pretrained(tmp_path)
+    save_file({f"text_model.{name}": value for name, value in model.state_dict().items()}, tmp_path / SINGLE_FILE)
+    with offload.deferred_init():
+        lazy = transformers.CLIPTextModel(model.config)
+    with offload.initialize(lazy, config=ON_CPU.fields(nvme), weights=tmp_path) as engine:
+        assert_same_bits(engine.state_dict(), dict(transformers.CLIPTextModel.from_pretrained(tmp_path).state_dict()))
+        assert_same_bits(engine.state_dict(), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_files_in_another_dtype(opened: Any, nvme: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    built(MIXTRAL).to(dtype).save_pretrained(tmp_path)
+    model = type(built(MIXTRAL)).from_pretrained(tmp_path, dtype=torch.float32)
+    with offload.initialize(deferred(MIXTRAL), config=ON_NVME.fields(nvme), weights=tmp_path) as engine:
+        assert_same_bits(engine.state_dict(), dict(model.state_dict()))
+
+
+def test_experts_that_are_transposed_are_so_under_adapters_too(nvme: Path, tmp_path: Path) -> None:
+    """Whether they are is seen from the shape of the parameter, which adapters keep under another name."""
+    text = {**GROUPED, "num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8, "num_experts_per_tok": 2}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32}
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    kind = transformers.Qwen3VLMoeForConditionalGeneration
+    model = kind(config)
+    model.config.save_pretrained(tmp_path)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    experts = [name for name in state if ".experts." in name]
+    save_file(
+        {name: value.transpose(1, 2).contiguous() if name in experts else value for name, value in state.items()},
+        tmp_path / SINGLE_FILE,
+    )
+    assert_same_bits(dict(kind.from_pretrained(tmp_path).state_dict()), state)
+    adapters = LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    with offload.deferred_init():
+        adapted = get_peft_model(kind(config), adapters)
+    with offload.initialize(adapted, config=ON_CPU.fields(nvme), weights=tmp_path) as engine:
+        found = {name.removeprefix("base_model.model."): value for name, value in engine.state_dict().items()}
+        assert any(".base_layer." in name for name in found)
+        found = {name.replace(".base_layer", ""): value for name, value in found.items() if ".lora_" not in name}
+        assert_same_bits(found, state)
+
+
+def test_a_run_goes_as_one_on_the_model_that_from_pretrained_loads(
+    opened: Any, folders: Callable[[str], Path], nvme: Path
+) -> None:
+    def losses(model: Any, folder: Path | None) -> list[float]:
+        engine = opened(model.train(), torch.optim.AdamW(model.parameters(), lr=0.01), ON_NVME, weights=folder)
+        found = []
+        for tokens in byte_batches(3):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            engine.step()
+            engine.zero_grad()
+            found.append(loss.item())
+        engine.close()
+        return found
+
+    expected = losses(type(built(MIXTRAL)).from_pretrained(folders(MIXTRAL)), None)
+    assert losses(deferred(MIXTRAL), folders(MIXTRAL)) == expected
+
+
+@pytest.mark.parametrize("family", [MIXTRAL, CUT])
+def test_nothing_is_read_or_made_twice(
+    folders: Callable[[str], Path], nvme: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    made: list[str] = []
+    convert = weights._converted
+
+    def counted(entry: Any) -> Any:
+        made.extend(entry.conversion.names)
+        return convert(entry)
+
+    monkeypatch.setattr(weights, "_converted", counted)
+    with offload.initialize(deferred(family), config=ON_NVME.fields(nvme), weights=folders(family)):
+        pass
+    found = conversions(deferred(family), names_in(folders(family)), "")
+    assert found is not None and found.joint
+    assert sorted(made) == sorted(name for one in found.joint for name in one.names)
+
+
+def test_what_is_made_beside_what_was_asked_for_waits_once_and_in_its_own_memory(folders: Callable[[str], Path]) -> None:
+    model, expected = deferred(CUT), loaded(CUT, folders(CUT))
+    source = open_weights(folders(CUT)).converted_for(model)
+    assert source.match(model) == {name: name for name in expected}
+    for name in expected:
+        value = source.load(name)
+        assert value.untyped_storage().nbytes() == value.nbytes  # without what it was cut from
+        value.zero_()
+    assert not source._waiting
+    for name in expected:
+        assert torch.equal(source.load(name), expected[name])
+        assert not source._waiting
+
+
+def test_memory_is_that_of_one_tensor_of_the_model(tmp_path: Path) -> None:
+    """Experts of 8 MiB, of which a tensor of the model has 32 MiB, in 12 layers."""
+    expert = torch.zeros(1024, 2048)
+    names = [f"model.layers.{layer}.mlp.experts.{index}.down_proj.weight" for layer in range(12) for index in range(4)]
+    save_file({name: expert.clone() for name in names}, tmp_path / SINGLE_FILE)
+    script = f"""
+        import resource, torch, transformers
+        from offload.model.weights import open_weights
+        peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        sizes = dict(vocab_size=8, hidden_size=1024, moe_intermediate_size=2048, num_experts=4, num_hidden_layers=12)
+        with torch.device("meta"):
+            model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, num_attention_heads=4))
+        source = open_weights({str(tmp_path)!r}).converted_for(model)
+        base = peak()
+        assert len(source.names()) == 12
+        for name in source.names():
+            assert source.load(name).shape == (4, 1024, 2048)
+        print(peak() - base)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 3 * 4 * expert.nbytes  # what is made, and the mapping from which it is
+
+
+# ---- what does not fit -----------------------------------------------------------------------------------------------
+
+
+def changed(folder: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """What is in the folder, as one file, changed."""
+    state = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    change(state)
+    save_file(state, target / SINGLE_FILE)
+    return target
+
+
+EXPERT = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+FUSED = "model.layers.1.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.pop(EXPERT), [repr(FUSED), "cannot be made of 7 tensors", "experts.0.w1.weight [48, 32]"]),
+        (lambda state: state.update({EXPERT: torch.ones(47, 32)}), [repr(FUSED), "cannot be made of 8 tensors"]),
+        (
+            lambda state: [state.pop(EXPERT), state.pop(EXPERT.replace("w1", "w3"))],
+            ["1 of another shape", f"{FUSED} (model: [4, 96, 32], file: [3, 96, 32])"],
+        ),
+        (lambda state: state.update({FUSED: torch.ones(4, 96, 32)}), ["holds", repr(FUSED), "experts.0.w1.weight"]),
+        (
+            lambda state: state.update({"model.layers.1.mlp.gate.weight": torch.ones(4, 32)}),
+            ["holds both", "'model.layers.1.block_sparse_moe.gate.weight'", "'model.layers.1.mlp.gate.weight'"],
+        ),
+        (
+            lambda state: state.update({EXPERT.replace("layers.1", "layers.2"): torch.ones(48, 32)}),
+            ["1 unexpected: model.layers.2.block_sparse_moe.experts.2.w1.weight [48, 32]"],
+        ),
+        (
+            lambda state: state.update({EXPERT: torch.ones(48, 32, dtype=torch.int32)}),
+            [repr(FUSED), "torch.float32, torch.int32", "experts.0.w1.weight"],
+        ),
+    ],
+    ids=["an expert is missing", "an expert is smaller", "an expert is wholly missing", "fused too", "renamed too",
+         "a layer too many", "integers"],
+)  # fmt: skip
+def test_what_cannot_be_converted_is_named(
+    folders: Callable[[str], Path], nvme: Path, tmp_path: Path, change: Any, words: list[str]
+) -> None:
+    folder = changed(folders(MIXTRAL), tmp_path, change)
+    model = deferred(MIXTRAL)
+    with refused(offload.InitializerError, *words):
+        offload.initialize(model, config=ON_CPU.fields(nvme), weights=folder)
+    with offload.initialize(model, config=ON_CPU.fields(nvme), weights=folders(MIXTRAL)) as engine:
+        assert_same_bits(engine.state_dict(), loaded(MIXTRAL, folders(MIXTRAL)))
+
+
+def test_what_is_ignored_under_the_name_that_it_would_have(nvme: Path, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = changed(folders(MIXTRAL), tmp_path, lambda state: state.update({"model.old.block_sparse_moe.x": torch.ones(1)}))
+    model = deferred(MIXTRAL)
+    with refused(offload.InitializerError, "1 unexpected: model.old.block_sparse_moe.x [1]"):
+        offload.initialize(model, config=ON_CPU.fields(nvme), weights=folder)
+    model._keys_to_ignore_on_load_unexpected = [r"old\.mlp\.x"]
+    with offload.initialize(model, config=ON_CPU.fields(nvme), weights=folder) as engine:
+        assert_same_bits(engine.state_dict(), loaded(MIXTRAL, folders(MIXTRAL)))
+
+
+# ---- every family ----------------------------------------------------------------------------------------------------
+
+
+def outlined(name: str) -> Any:
+    """The class's own default model with at most two layers, on the meta device; None where there is none like that."""
+    kind = getattr(transformers, name, None)
+    if kind is None or not hasattr(kind, "config_class"):
+        return None
+    try:
+        config = kind.config_class()
+        for attribute in ("num_hidden_layers", "num_layers", "n_layer"):
+            if isinstance(getattr(config, attribute, None), int):
+                setattr(config, attribute, min(2, getattr(config, attribute)))
+        with torch.device("meta"):
+            return kind(config)
+    except Exception:  # its configuration has no defaults, or they do not go with so few layers
+        return None
+
+
+def test_names_and_shapes_of_every_causal_model_that_is_converted() -> None:
+    converted = 0
+    for name in sorted({str(name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}):
+        model = outlined(name)
+        if model is None or not rules.get_model_conversion_mapping(model, add_legacy=False):
+            continue
+        expected = {fqn: tensor.shape for fqn, tensor in model.state_dict().items()}
+        for saved in (loading.revert_weight_conversion(model, model.state_dict()), model.state_dict()):
+            found = conversions(model, saved, name)
+            assert found is not None and not found.unexpected, name
+            shapes = {fqn: saved[given].shape for fqn, given in found.renamed.items()}
+            for one in found.joint:
+                shapes |= {fqn: made.shape for fqn, made in one.made_of({part: saved[part] for part in one.names}).items()}
+            assert shapes == expected, name
+            converted += saved.keys() != expected.keys()
+    assert converted > 30
