@@ -370,8 +370,8 @@ class Engine:
         exist_ok  whether `dir` may have files. What is exported replaces files of the same names once it is whole, and the
                   weights of an earlier export; all others stay. False: `dir` must not exist or be empty
 
-        A tied parameter is written once, under the name that Hugging Face keeps. Names and shapes are those in memory, also
-        where transformers itself would save others, as of experts one by one (`save_original_format`).
+        A tied parameter is written once, under the name that Hugging Face keeps. What transformers has on disk otherwise than
+        in memory (experts one by one) is written as its `save_pretrained` writes it.
         """
         if dtype is not None and dtype not in DTYPES:
             raise UsageError(f"dtype={dtype!r} is unknown: expected one of {', '.join(DTYPES)}, or None.")

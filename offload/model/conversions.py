@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What transformers makes of the tensors in a folder when it loads a model: other names, experts put together into one tensor,
-a fused projection cut into its parts.
+a fused projection cut into its parts. And what it makes of a model's when it saves it, which is the reverse.
 
 The rules are transformers' own, for every family of models that it has some for, and its own code follows them. Here is only
-which tensors of the files are needed for which of the model's, so that they can be made when their turn comes.
+which tensors are needed for which, so that they can be made when their turn comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,21 +24,26 @@ from offload.model.flat import some_of
 from offload.model.peft_names import base_model, base_namer, is_pretrained_model
 from offload.model.weight_names import Stored, persistent_tensors
 
+_log = logging.getLogger(__name__)
+
 _LISTED_COUNT = 4
 
 
 @dataclass(slots=True)
 class Conversion:
-    """Tensors of the files that are made into tensors of the model together, by one of transformers' converters.
+    """Tensors that others are made of together, by one of transformers' converters: on loading the model's of the files', on
+    saving the other way round.
 
-    first  what the first of those made is called in the model
-    taken  (the converter's pattern, the name in the files) of each, in the order in which they are put together
-    model  what converters ask for shapes and sizes
+    first    what the converter calls the first of those made
+    model    what converters ask for shapes and sizes
+    renamed  what is called otherwise after it was made
+    taken    (the converter's pattern, its name) of each that is needed, in the order in which they are put together
     """
 
     first: str
     converter: Any
     model: Any
+    renamed: Callable[[str], str] = str
     taken: list[tuple[str, str]] = field(default_factory=list)
 
     @property
@@ -44,7 +52,7 @@ class Conversion:
         return [name for _, name in self.taken]
 
     def made_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """By the model's names. `tensors`: of `names`; on the meta device for shapes and dtypes alone.
+        """By their names. `tensors`: of `names`; on the meta device for shapes and dtypes alone.
 
         Errors: `InitializerError` which says what could not be made of what.
         """
@@ -53,7 +61,7 @@ class Conversion:
             converter.add_tensor(self.first, name, pattern, tensors[name])
         try:
             made = converter.convert(self.first, model=self.model, config=self.model.config)
-            return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+            return {self.renamed(name): value[0] if isinstance(value, list) else value for name, value in made.items()}
         except Exception as error:  # whatever a conversion meets that it was not written for
             shapes = [f"{name} {list(tensors[name].shape)}" for name in self.names]
             raise InitializerError(
@@ -65,11 +73,11 @@ class Conversion:
 
 @dataclass(slots=True)
 class Conversions:
-    """What becomes of the tensors of some files.
+    """What becomes of tensors that are loaded, or saved.
 
-    renamed      the name in the files by the model's name, of those that are taken as they are
+    renamed      of those that are taken as they are: what they are called before by what they are called after
     joint        those that are made together
-    unexpected   of which the model has none: what transformers would look for, by the name in the files
+    unexpected   of which a model that is loaded has none: what transformers would look for, by the name in the files
     """
 
     renamed: dict[str, str] = field(default_factory=dict)
@@ -120,6 +128,63 @@ def conversions(model: nn.Module, names: Iterable[str], origin: str) -> Conversi
     return found
 
 
+def reversions(model: nn.Module, tensors: Mapping[str, Tensor]) -> Conversions | None:
+    """How `save_pretrained` of this model would save its tensors, so that its `from_pretrained` finds them.
+
+    None where they stay as they are, which `from_pretrained` takes too: the model is none of transformers', its version
+    converts nothing, or the rules cannot be reversed.
+
+    tensors  what is saved, by name, on the meta device
+    """
+    if not is_pretrained_model(model):
+        return None
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
+    except ImportError:
+        return None
+    saved: Any = model
+    # As save_pretrained of a model that was not loaded: a prefix that is dropped on loading need not have been there.
+    rules = [rule for rule in get_model_conversion_mapping(saved, add_legacy=False) if not isinstance(rule, PrefixChange)]
+    try:
+        found = _reversed(rules, tensors, _Unadapted(model, tensors))
+        names = [*found.renamed, *(name for one in found.joint for name in one.made_of(tensors))]
+        if len(set(names)) < len(names):
+            raise ValueError("two of its tensors would have one name")
+    except (InitializerError, NotImplementedError, ValueError) as error:
+        _log.warning("%s is saved under the names that it has in memory: %s", type(model).__name__, error)
+        return None
+    return found
+
+
+def _reversed(rules: Sequence[Any], tensors: Iterable[str], asked: _Unadapted) -> Conversions:
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        apply_converters,
+        apply_renamings,
+        dot_natural_key,
+    )
+
+    reverse = [rule.reverse_transform() for rule in reversed(rules)]
+    converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    renamed = partial(apply_renamings, weight_renamings=[rule for rule in reverse if isinstance(rule, WeightRenaming)])
+    found, joint = Conversions(), dict[str, Conversion]()
+    for name in sorted(tensors, key=dot_natural_key):
+        first, pattern = apply_converters(name, converters)
+        if pattern is None:
+            key = renamed(name)
+            if key in found.renamed:
+                raise ValueError(f"{name!r} and {found.renamed[key]!r} would be called {key!r}")
+            found.renamed[key] = name
+        else:
+            conversion = joint.setdefault(first, Conversion(first, by_pattern[pattern], asked, renamed))
+            conversion.taken.append((pattern, name))
+    found.joint = list(joint.values())
+    return found
+
+
 class _Unadapted:
     """A model as conversions know it, whatever adapters there are in it: parameters have the names of the base model."""
 
@@ -136,3 +201,26 @@ class _Unadapted:
 def outline(stored: Stored) -> Tensor:
     """A tensor without values, to see what a conversion makes of it."""
     return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+
+
+def outlined_model(kind: str, config: str) -> nn.Module | None:
+    """A model of transformers without values, by the name of its class and its configuration's JSON; None where the class is
+    none of the package's, or that is not installed."""
+    try:
+        import transformers
+
+        found = getattr(transformers, kind, None)
+        if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) and config):
+            return None
+        make: Any = found
+        content = json.loads(config)
+        if "auto_map" in content:  # a class of the user's own, which may have the name of one
+            return None
+        with torch.device("meta"):
+            model: nn.Module = make(make.config_class.from_dict(content))
+            return model
+    except ImportError:
+        return None
+    except Exception as error:  # whatever another version's configuration makes of the model's code
+        _log.warning("%s is saved under the names that it has in memory: %s", kind, error)
+        return None

@@ -152,7 +152,7 @@ def test_a_model_of_the_users_own_class_is_saved_with_its_code(
         assert_same_bits(loaded(torch.ones(1, 8)), model(torch.ones(1, 8)))
 
 
-def test_names_are_those_in_memory_and_those_of_the_hub_where_values_are_lent(opened: Any, tmp_path: Path) -> None:
+def test_names_are_those_of_the_hub_and_those_in_memory_where_they_are_asked_for(opened: Any, tmp_path: Path) -> None:
     """transformers loads both. Before 5 it knows no others."""
     config = MixtralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -162,10 +162,12 @@ def test_names_are_those_in_memory_and_those_of_the_hub_where_values_are_lent(op
     plain = copy.deepcopy(model)
     engine = opened(model, adamw(model), ON_NVME)
     model.save_pretrained(tmp_path / "ours")
-    assert sorted(load_file(tmp_path / "ours" / "model.safetensors")) == sorted(engine.state_dict())
+    model.save_pretrained(tmp_path / "asked", save_original_format=False)
+    assert sorted(load_file(tmp_path / "asked" / "model.safetensors")) == sorted(engine.state_dict())
     with engine.gathered(model.parameters()):
         model.save_pretrained(tmp_path / "lent")
     plain.save_pretrained(tmp_path / "theirs")
-    assert_same_bits(*(load_file(tmp_path / whose / "model.safetensors") for whose in ("lent", "theirs")))
     for whose in ("ours", "lent"):
+        assert_same_bits(*(load_file(tmp_path / one / "model.safetensors") for one in (whose, "theirs")))
+    for whose in ("ours", "asked", "lent"):
         assert_same_bits(dict(AutoModelForCausalLM.from_pretrained(tmp_path / whose).state_dict()), engine.state_dict())

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -18,12 +20,14 @@ from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import offload
+from offload.checkpoint.export.offline import export_checkpoint
+from offload.checkpoint.export.weights import Exporter
 from offload.model import weights
-from offload.model.conversions import conversions
-from offload.model.weights import SINGLE_FILE, open_weights
+from offload.model.conversions import conversions, outlined_model, reversions
+from offload.model.weights import INDEX_FILE, SINGLE_FILE, open_weights
 
 from ..acceptance.conftest import nvme, opened, settled
-from ..acceptance.models import ON_CPU, ON_NVME, ON_NVME_IN_PLACE, byte_batches
+from ..acceptance.models import ON_CPU, ON_NVME, ON_NVME_IN_PLACE, adamw, byte_batches
 from ..acceptance.runs import assert_same_bits, refused
 
 rules = pytest.importorskip("transformers.conversion_mapping", reason="transformers 4 converts nothing")
@@ -56,6 +60,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "renamed and cut apart": ("Dinov2 Model", {**VISION, "use_swiglu_ffn": True}),
 }  # fmt: skip
 MIXTRAL, CUT = "renamed, stacked and joined", "cut apart"
+TRANSPOSED: dict[str, Any] = {
+    "text_config": {**GROUPED, "num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8, "num_experts_per_tok": 2},
+    "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32,
+                      "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+}  # fmt: skip
 
 
 def built(family: str) -> Any:
@@ -68,6 +77,10 @@ def built(family: str) -> Any:
             if tensor.is_floating_point():
                 tensor.normal_()
     return model
+
+
+def transposed() -> Any:
+    return transformers.Qwen3VLMoeForConditionalGeneration(transformers.Qwen3VLMoeConfig(**TRANSPOSED))
 
 
 def deferred(family: str) -> Any:
@@ -99,8 +112,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
-def names_in(folder: Path) -> set[str]:
-    return {name for file in folder.glob("*.safetensors") for name in load_file(file)}
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 def loaded(family: str, folder: Path) -> dict[str, torch.Tensor]:
@@ -116,13 +129,38 @@ def test_weights_are_what_from_pretrained_loads(
 ) -> None:
     folder = folders(family)
     expected = loaded(family, folder)
-    assert names_in(folder) - expected.keys()  # else there is nothing to convert
+    assert tensors_in(folder).keys() - expected.keys()  # else there is nothing to convert
     with offload.initialize(deferred(family), config=ON_NVME_IN_PLACE.fields(nvme), weights=folder) as engine:
         assert_same_bits(engine.state_dict(), expected)
-        engine.export(tmp_path / "exported")
-    assert_same_bits(loaded(family, tmp_path / "exported"), expected)
-    with offload.initialize(built(family), config=ON_CPU.fields(nvme), weights=tmp_path / "exported") as engine:
-        assert_same_bits(engine.state_dict(), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exports_are_what_save_pretrained_writes(
+    opened: Any, folders: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    folder = folders(family)
+    model = deferred(family)
+    engine = opened(model, adamw(model), ON_NVME, weights=folder)
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    engine.export(tmp_path / "exported", max_shard_size="20KB")
+    model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    model.save_pretrained(tmp_path / "as in memory", save_original_format=False)
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "later", None, 20_000)
+    for name in ("exported", "saved", "later"):
+        assert len(list((tmp_path / name).glob("model-*.safetensors"))) > 1
+        assert_same_bits(tensors_in(tmp_path / name), tensors_in(folder))
+        index = json.loads((tmp_path / name / INDEX_FILE).read_text())
+        assert index["weight_map"].keys() == tensors_in(folder).keys()
+        assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors_in(folder).values())
+        assert_same_bits(loaded(family, tmp_path / name), engine.state_dict())
+    kept = tensors_in(tmp_path / "as in memory")
+    assert_same_bits(kept, {name: value for name, value in engine.state_dict().items() if name in kept})
+    assert kept.keys() - tensors_in(folder).keys()
+    assert_same_bits(loaded(family, tmp_path / "as in memory"), engine.state_dict())
+    engine.close()
+    for name in ("exported", "as in memory"):
+        again = deferred(family)
+        assert_same_bits(opened(again, adamw(again), ON_CPU, weights=tmp_path / name).state_dict(), loaded(family, folder))
 
 
 def test_names_of_the_hub_with_a_prefix_that_the_model_has_no_more(nvme: Path, tmp_path: Path) -> None:
@@ -146,12 +184,7 @@ def test_files_in_another_dtype(opened: Any, nvme: Path, tmp_path: Path, dtype: 
 
 def test_experts_that_are_transposed_are_so_under_adapters_too(nvme: Path, tmp_path: Path) -> None:
     """Whether they are is seen from the shape of the parameter, which adapters keep under another name."""
-    text = {**GROUPED, "num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8, "num_experts_per_tok": 2}
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32}
-    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
-    kind = transformers.Qwen3VLMoeForConditionalGeneration
-    model = kind(config)
+    model = transposed()
     model.config.save_pretrained(tmp_path)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     experts = [name for name in state if ".experts." in name]
@@ -159,10 +192,10 @@ def test_experts_that_are_transposed_are_so_under_adapters_too(nvme: Path, tmp_p
         {name: value.transpose(1, 2).contiguous() if name in experts else value for name, value in state.items()},
         tmp_path / SINGLE_FILE,
     )
-    assert_same_bits(dict(kind.from_pretrained(tmp_path).state_dict()), state)
+    assert_same_bits(dict(type(model).from_pretrained(tmp_path).state_dict()), state)
     adapters = LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
     with offload.deferred_init():
-        adapted = get_peft_model(kind(config), adapters)
+        adapted = get_peft_model(transposed(), adapters)
     with offload.initialize(adapted, config=ON_CPU.fields(nvme), weights=tmp_path) as engine:
         found = {name.removeprefix("base_model.model."): value for name, value in engine.state_dict().items()}
         assert any(".base_layer." in name for name in found)
@@ -203,7 +236,7 @@ def test_nothing_is_read_or_made_twice(
     monkeypatch.setattr(weights, "_converted", counted)
     with offload.initialize(deferred(family), config=ON_NVME.fields(nvme), weights=folders(family)):
         pass
-    found = conversions(deferred(family), names_in(folders(family)), "")
+    found = conversions(deferred(family), tensors_in(folders(family)), "")
     assert found is not None and found.joint
     assert sorted(made) == sorted(name for one in found.joint for name in one.names)
 
@@ -245,12 +278,116 @@ def test_memory_is_that_of_one_tensor_of_the_model(tmp_path: Path) -> None:
     assert int(done.stdout) < 3 * 4 * expert.nbytes  # what is made, and the mapping from which it is
 
 
+# ---- and back --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda: built(MIXTRAL), transposed], ids=["one by one", "transposed"])
+def test_a_merged_export_is_what_save_pretrained_writes_of_the_merged_model(
+    opened: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[], Any]
+) -> None:
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapters = LoraConfig(target_modules=["q_proj"], target_parameters=experts, init_lora_weights=False)
+
+    def adapted(base: Any) -> Any:
+        torch.manual_seed(5)
+        return get_peft_model(base, adapters)
+
+    make().save_pretrained(tmp_path / "base")
+    adapted(type(make()).from_pretrained(tmp_path / "base")).merge_and_unload().save_pretrained(tmp_path / "theirs")
+    with offload.deferred_init():
+        model = adapted(make())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine = opened(model, torch.optim.AdamW(trained), ON_CPU, weights=tmp_path / "base")
+    engine.export(tmp_path / "ours", merged=True)
+    assert tensors_in(tmp_path / "ours").keys() == tensors_in(tmp_path / "base").keys()
+    assert "names that it has in memory" not in caplog.text
+    assert_same_bits(tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs"))
+
+
+def test_experts_whose_elements_lie_in_another_order(opened: Any, tmp_path: Path) -> None:
+    model = built(MIXTRAL)
+    model.save_pretrained(tmp_path / "theirs")
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.detach().transpose(1, 2).contiguous().transpose(1, 2))
+    opened(model, adamw(model), ON_CPU).export(tmp_path / "ours")
+    assert_same_bits(tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs"))
+
+
+def test_no_more_than_a_layer_waits_to_be_written(
+    opened: Any, folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+    append = Exporter._append_made
+
+    def watched(exporter: Exporter, joint: Any) -> None:
+        waiting = {id(one): one.arriving.values for one in exporter._joint.values()}
+        held.append({name for values in waiting.values() for name in values})
+        append(exporter, joint)
+        assert not joint.arriving.values
+
+    monkeypatch.setattr(Exporter, "_append_made", watched)
+    model = deferred(MIXTRAL)
+    opened(model, adamw(model), ON_NVME, weights=folders(MIXTRAL)).export(tmp_path / "exported")
+    assert len(held) == 4  # two tensors of experts in each of two layers
+    assert all(len({name.split(".")[2] for name in names}) == 1 for names in held)
+
+
+def test_rules_that_cannot_be_reversed_leave_the_names_in_memory(
+    opened: Any,
+    folders: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def irreversible(_: object) -> Any:
+        raise NotImplementedError("there is no way back")
+
+    monkeypatch.setattr(loading.MergeModulelist, "reverse_op", property(irreversible))
+    model = deferred(MIXTRAL)
+    engine = opened(model, adamw(model), ON_CPU, weights=folders(MIXTRAL))
+    engine.export(tmp_path / "exported")
+    assert_same_bits(tensors_in(tmp_path / "exported"), engine.state_dict())
+    assert "MixtralForCausalLM is saved under the names that it has in memory: there is no way back" in caplog.text
+    monkeypatch.undo()
+    assert_same_bits(loaded(MIXTRAL, tmp_path / "exported"), loaded(MIXTRAL, folders(MIXTRAL)))
+
+
+def test_without_transformers_a_checkpoint_is_exported_under_the_names_in_memory(
+    opened: Any, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = deferred(MIXTRAL)
+    engine = opened(model, adamw(model), ON_CPU, weights=folders(MIXTRAL))
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "transformers.py").write_text("raise ImportError('not installed')\n")
+    command = [sys.executable, "-m", "offload", "export", str(tmp_path / "checkpoint"), str(tmp_path / "exported")]
+    path = os.pathsep.join([str(tmp_path / "hidden"), *sys.path])
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True)
+    assert_same_bits(tensors_in(tmp_path / "exported"), engine.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("MixtralForCausalLM", {"auto_map": {"AutoModelForCausalLM": "own.Own"}}),
+        ("MixtralForCausalLM", {"hidden_size": -1}),
+        ("MixtralConfig", {}),
+        ("pipeline", {}),
+        ("", {}),
+    ],
+)
+def test_a_class_that_is_not_the_librarys_or_cannot_be_built_has_no_outline(kind: str, changes: dict[str, Any]) -> None:
+    config = built(MIXTRAL).config.to_dict()
+    assert outlined_model("MixtralForCausalLM", json.dumps(config)) is not None
+    assert outlined_model(kind, json.dumps(config | changes)) is None
+
+
 # ---- what does not fit -----------------------------------------------------------------------------------------------
 
 
 def changed(folder: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
     """What is in the folder, as one file, changed."""
-    state = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    state = tensors_in(folder)
     change(state)
     save_file(state, target / SINGLE_FILE)
     return target
@@ -341,4 +478,11 @@ def test_names_and_shapes_of_every_causal_model_that_is_converted() -> None:
                 shapes |= {fqn: made.shape for fqn, made in one.made_of({part: saved[part] for part in one.names}).items()}
             assert shapes == expected, name
             converted += saved.keys() != expected.keys()
+        back = reversions(model, model.state_dict())
+        assert back is not None
+        shapes = {key: expected[fqn] for key, fqn in back.renamed.items()}
+        for one in back.joint:
+            shapes |= {key: made.shape for key, made in one.made_of(model.state_dict()).items()}
+        saved = loading.revert_weight_conversion(model, model.state_dict())
+        assert shapes == {key: tensor.shape for key, tensor in saved.items()}, name
     assert converted > 30

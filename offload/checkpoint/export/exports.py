@@ -36,13 +36,16 @@ from offload.step.components import Components
 from offload.step.training import Training
 from offload.step.values.gathering import Gathering
 
-_SAVE_OPTIONS = ("max_shard_size", "safe_serialization", "is_main_process", "save_function", "save_peft_format", "token")
+_SAVE_OPTIONS = (
+    *("max_shard_size", "save_original_format"),
+    *("safe_serialization", "is_main_process", "save_function", "save_peft_format", "token"),
+)
 """Of a Hugging Face model's `save_pretrained`: what an export has too, or has no need of."""
 _UNFINISHED, _WEIGHTS = ".offload-export", "model*.safetensors*"
 Pieces = Iterable[tuple[ParameterInfo, torch.Tensor]]
 """Of each parameter all elements in slot order, in any number of parts."""
-_Made = Callable[[str, Mapping[str, str]], Exporter]
-"""From the model's class and configurations."""
+_Made = Callable[[nn.Module, Mapping[str, str]], Exporter]
+"""From a model and its configurations."""
 
 
 class Exporting:
@@ -71,12 +74,21 @@ class Exporting:
             self._export_whole(model, _Place(path, exist_ok), dtype, max_shard_nbytes, merged=merged)
 
     def _export_whole(
-        self, model: nn.Module, place: _Place, dtype: torch.dtype | None, max_shard_nbytes: int, *, merged: bool
+        self,
+        model: nn.Module,
+        place: _Place,
+        dtype: torch.dtype | None,
+        max_shard_nbytes: int,
+        *,
+        merged: bool,
+        as_saved: bool = True,
     ) -> None:
+        """`as_saved`: under the names that its library gives the weights on disk; False: under those in memory."""
         infos = self._infos_of(model)
 
-        def exporter(kind: str, configs: Mapping[str, str]) -> Exporter:
-            return Exporter(place.written, dtype, max_shard_nbytes, kind, configs)
+        def exporter(saved: nn.Module, configs: Mapping[str, str]) -> Exporter:
+            kind = type(saved).__name__
+            return Exporter(place.written, dtype, max_shard_nbytes, kind, configs, saved if as_saved else None)
 
         def write(pieces: Iterator[Any]) -> None:
             with place:
@@ -129,7 +141,8 @@ class Exporting:
         if is_peft(model):
             self._export_adapters(place, None, model)
         else:
-            self._export_whole(model, place, None, shard_size, merged=False)
+            as_saved = bool(keywords.get("save_original_format", True))
+            self._export_whole(model, place, None, shard_size, merged=False, as_saved=as_saved)
 
     def replaced_methods(self, model: nn.Module) -> dict[str, Callable[..., Any]]:
         """Methods of one of `library_models` that are called in another way, by name: as `TakenMethods` has them."""
@@ -177,7 +190,7 @@ class Exporting:
         merging = Merging(skeleton)
         code = model_code(skeleton.base)  # first: its names belong in the config
         configs = merging.configs(model_configs(skeleton.base, as_packed=not unpacking.any))
-        exporter = made(type(skeleton.base).__name__, configs)
+        exporter = made(skeleton.base, configs)
         exporter.add_code(code)
         names = {index: kept_fqn(skeleton.base, found) for index, found in merging.names.items()}
         for index, name in names.items():
@@ -193,7 +206,7 @@ class Exporting:
     def _export(model: nn.Module, infos: Sequence[ParameterInfo], made: _Made, pieces: Iterator[Any]) -> None:
         unpacking = Unpacking(infos)
         code = model_code(model)  # first: its names belong in the config
-        exporter = made(type(model).__name__, model_configs(model, as_packed=not unpacking.any))
+        exporter = made(model, model_configs(model, as_packed=not unpacking.any))
         exporter.add_code(code)
         names = {info.index: kept_fqn(model, info.fqns) for info in unpacking.infos}
         for info in unpacking.infos:

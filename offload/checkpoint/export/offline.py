@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a checkpoint's folder to safetensors shards, without the model: byte ranges in, byte ranges out.
+"""From a checkpoint's folder to safetensors shards, without the model: byte ranges in, byte ranges out. Where its library has
+other tensors on disk, it is asked for what: then a layer's experts are in memory at a time.
 
 Only the weights are read, not the moments; their checksums are compared on the way, and the export gets its name only
 after the last of them. Host memory: 4 MiB that are read, 1 Mi elements that are rounded, and one tensor where its
@@ -21,6 +22,7 @@ from offload.checkpoint.format.staged_folder import MANIFEST_NAME
 from offload.checkpoint.format.values import check_without_model
 from offload.checkpoint.model_names import CONFIGS
 from offload.errors import CheckpointError
+from offload.model.conversions import outlined_model
 from offload.model.file_dtypes import DTYPES
 
 
@@ -41,7 +43,8 @@ def export_checkpoint(source: Path, target: Path, dtype: torch.dtype | None, max
         _require_whole(manifest, source)
         check_without_model(opened)
         names = _names(opened)
-        exporter = Exporter(target, dtype, max_shard_nbytes, manifest.model.kind, manifest.model.configs)
+        model = outlined_model(manifest.model.kind, manifest.model.configs.get("config", ""))
+        exporter = Exporter(target, dtype, max_shard_nbytes, manifest.model.kind, manifest.model.configs, model)
         for name, parameter in zip(names, manifest.parameters, strict=True):
             exporter.add(name, parameter.shape, parameter.stride, DTYPES[parameter.dtype])
         for buffer in manifest.buffers:
