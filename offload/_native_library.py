@@ -10,7 +10,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64
 from pathlib import Path
 from typing import NamedTuple
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 LIBRARY_NAME = "liboffload_native.so"
 
 
@@ -26,6 +26,7 @@ class UpdateArguments(NamedTuple):
     values: int
     numel: int
     first_index: int
+    source_distance: int
     step: int
     rounding_seed: int
     lr: float
@@ -71,7 +72,7 @@ class IoStatistics(NamedTuple):
     fixed_nbytes: int
 
 
-_UPDATE_TYPES = 7 * (c_void_p,) + 3 * (c_int64,) + (c_uint64,) + 5 * (c_double,) + (c_float,) + 6 * (c_int32,)
+_UPDATE_TYPES = 7 * (c_void_p,) + 4 * (c_int64,) + (c_uint64,) + 5 * (c_double,) + (c_float,) + 6 * (c_int32,)
 
 
 class UpdateSegmentStructure(ctypes.Structure):

@@ -24,7 +24,7 @@ extern "C" {
 #define OFFLOAD_API __attribute__((visibility("default")))
 
 /* Changes whenever a signature, a structure or the meaning of an argument below changes. */
-#define OFFLOAD_ABI_VERSION 4
+#define OFFLOAD_ABI_VERSION 5
 
 enum { OFFLOAD_F32 = 0, OFFLOAD_BF16 = 1, OFFLOAD_F16 = 2 };
 enum { OFFLOAD_SIMD_BEST = -1, OFFLOAD_SIMD_SCALAR = 0, OFFLOAD_SIMD_AVX2 = 1, OFFLOAD_SIMD_AVX512 = 2, OFFLOAD_SIMD_NEON = 3 };
@@ -89,6 +89,8 @@ typedef struct offload_update_segment {
     void* values;
     int64_t numel;
     int64_t first_index; /* of the parameter's element that comes first, 8BIT: a multiple of OFFLOAD_SCALE_GROUP */
+    int64_t source_distance; /* bytes from where states are written to where they are read, 0: in place. Of the moments, and of
+                                master where `values` is given: else it is the parameter itself, which is updated in place */
     int64_t step;        /* of this update, counted from 1 */
     uint64_t rounding_seed;
     double lr;

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from torch import Tensor
+
 from offload.device.arithmetic.rules import Hyper
 from offload.device.lane import Job
 from offload.device.pending import Pending
@@ -41,12 +43,14 @@ class ChunkUpdate:
     updated of it (`some`). Written by the lane:
 
     started    its record is read ahead, or need not be
+    source     its record, where what the update makes of it is written to another place
     lease      the buffer of its record on the way from the store and back; `reading`: the transfer into it
     failure    of reading ahead: raised by the update that needs what was not read
     applied    record and values are updated; written to their stores after that
 
     Written by the thread that drives the model:
 
+    early      it may have to be undone: the record that it finds stays as it is
     cancelled  the lane is to leave it out, if it is not at it yet
     """
 
@@ -55,8 +59,10 @@ class ChunkUpdate:
     numbers: tuple[Hyper, int] | None
     some: list[PieceUpdate] = field(default_factory=list)
     started: bool = False
+    early: bool = False
     cancelled: bool = False
     applied: bool = False
+    source: Tensor | None = None
     lease: Lease | None = None
     reading: Pending | None = None
     failure: Exception | None = None

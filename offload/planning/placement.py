@@ -27,6 +27,8 @@ from offload.planning.sizes import Footprint, UnitSizes, buffers_for_a_sum, leas
 from offload.planning.tier_choice import NOTHING_NEAR, Choice, Kept
 from offload.planning.use_trace import Expected
 
+_HOST_RESERVE = 0.1
+"""Of free host memory, what is left where no budget says how much may be taken."""
 _DRIVE_RESERVE = 0.02
 """Of what is free on the drives, what is left to others by what may be there and need not."""
 _CHECKPOINTS = 2
@@ -179,9 +181,8 @@ class Problem:
         return self.micro_batches > 1
 
     def speculates(self, states: Tier) -> bool:
-        """Whether updates may begin before `step()`. Where records lie in memory that is little gain, and to undo
-        them would take a copy; several ranks would have to agree on what they undo."""
-        return states == "nvme" and self.sharing.world_size == 1 and self.config.update != "step"
+        """Whether updates may begin before `step()`. Several ranks would have to agree on what they undo."""
+        return states != "device" and self.sharing.world_size == 1 and self.config.update != "step"
 
     def can_hold(self, parameters: Tier) -> bool:
         """Whether the stage allows parameters in that tier: without partitioned parameters they stay on the device."""
@@ -257,11 +258,11 @@ def place(problem: Problem, choice: Choice) -> Placement:
     sums = _sum_lines(footprint.units, choice, routes)
     undoable: list[UnitSizes] = []
     if problem.speculates(choice.states):
-        others = MemoryPlan((*lines, *sums)).total_nbytes("nvme")
-        undoable = _undoable(problem, routes, others)
+        through = [MemoryLine(tier, purpose, count * nbytes) for (tier, purpose), (count, nbytes) in buffers.items()]
+        undoable = _undoable(problem, routes, MemoryPlan((*lines, *sums, *through)))
         routes = with_undo(routes, {unit.index for unit in undoable})
-    undo_nbytes = sum(_undo_nbytes(unit, routes[unit.index]) for unit in undoable)
-    lines.append(MemoryLine("nvme", "room to undo updates", undo_nbytes))
+    undo_nbytes = sum((_undo_nbytes(unit, routes[unit.index]) for unit in undoable), Counter[Tier]())
+    lines.extend(MemoryLine(tier, "room to undo updates", count) for tier, count in undo_nbytes.items())
     lines.extend(MemoryLine(tier, purpose, count * nbytes) for (tier, purpose), (count, nbytes) in buffers.items())
     transit = 0
     if problem.packs_gradients:
@@ -358,14 +359,12 @@ def _transit_buffer_count(problem: Problem, leaving: Sequence[UnitSizes], other_
 # ---- room to undo ----------------------------------------------------------------------------------------------------
 
 
-def _undoable(problem: Problem, routes: Sequence[Route], other_nbytes: int) -> list[UnitSizes]:
-    """Units of which an update overwrites nothing in memory that could not be had again, as many as the drives have room for
-    besides what must be there; of the last first, which backward reaches first."""
-    left = int(problem.free.drive_nbytes * (1 - _DRIVE_RESERVE)) - other_nbytes
-    if problem.config.update == "auto":
-        left -= _CHECKPOINTS * sum(unit.home + unit.beside.nbytes for unit in problem.footprint.units)
+def _undoable(problem: Problem, routes: Sequence[Route], others: MemoryPlan) -> list[UnitSizes]:
+    """Units of which an update overwrites nothing that could not be had again, as many as there is room for besides what must
+    be there; of the last first, which backward reaches first."""
+    left = _room_to_undo(problem, others)
     found: list[UnitSizes] = []
-    sizes: dict[tuple[int, int], int | None] = {}
+    sizes: dict[tuple[int, int], Counter[Tier] | None] = {}
     """By kind and route; None of those that cannot be undone."""
     footprint = problem.footprint
     for unit, kind, route in zip(reversed(footprint.units), reversed(footprint.kinds), reversed(routes), strict=True):
@@ -373,26 +372,46 @@ def _undoable(problem: Problem, routes: Sequence[Route], other_nbytes: int) -> l
         if told not in sizes:
             sizes[told] = _undo_nbytes(unit, route) if _can_undo(unit, route) else None
         nbytes = sizes[told]
-        if nbytes is not None and nbytes <= left and unit.index not in problem.expected.late_units:
+        if nbytes is None or unit.index in problem.expected.late_units:
+            continue
+        if all(count <= left[tier] for tier, count in nbytes.items()):
             found.append(unit)
-            left -= nbytes
+            left.subtract(nbytes)
     return found
 
 
+def _room_to_undo(problem: Problem, others: MemoryPlan) -> Counter[Tier]:
+    """On the drives, of which "auto" leaves some for checkpoints. In host memory what a budget leaves; without one "auto" takes
+    nothing for it, and "backward" what is free, less a tenth."""
+    is_auto, budget = problem.config.update == "auto", problem.budget("cpu")
+    drive = int(problem.free.drive_nbytes * (1 - _DRIVE_RESERVE)) - others.total_nbytes("nvme")
+    if is_auto:
+        drive -= _CHECKPOINTS * sum(unit.home + unit.beside.nbytes for unit in problem.footprint.units)
+    if budget is None:
+        free = min((limit.free_nbytes for limit in problem.free.host), default=0)
+        budget = 0 if is_auto else int(free * (1 - _HOST_RESERVE))
+    return Counter[Tier]({"nvme": drive, "cpu": budget - others.total_nbytes("cpu")})
+
+
 def _can_undo(unit: UnitSizes, route: Route) -> bool:
-    """Whether all that an update of the unit writes has a second place on NVMe, or is parameters that the record's masters
-    tell."""
+    """Whether all that an update of the unit writes can have a second place, or is parameters that the record's masters tell.
+    Where the device is the CPU, which has nothing to spare under backward, records in memory are updated at the step."""
     records = route.records == "nvme" and not route.kept_records
+    if route.update_in is Memory.HOST and route.model_in is Memory.DEVICE:
+        records = True
     parameters = route.parameters == "nvme" and not route.kept_parameters
     return bool(unit.trained) and records and (parameters or not any(unit.records(route.crosses).read))
 
 
-def _undo_nbytes(unit: UnitSizes, route: Route) -> int:
-    """What a second place for all that an update of the unit writes to NVMe takes."""
-    records = unit.records(route.crosses).nbytes
-    if route.parameters != "nvme":
-        return records
-    return _aligned_nbytes(unit.trained, unit.trained_positions, route.kept_parameters) + records
+def _undo_nbytes(unit: UnitSizes, route: Route) -> Counter[Tier]:
+    """What a second place for all that an update of the unit writes to stores takes."""
+    records = unit.records(route.crosses)
+    kept = sum(records.chunks[: route.kept_records])
+    found = Counter[Tier]({"cpu": kept})
+    found[route.records] += records.nbytes - kept
+    if route.parameters == "nvme":
+        found["nvme"] += _aligned_nbytes(unit.trained, unit.trained_positions, route.kept_parameters)
+    return +found
 
 
 @lru_cache

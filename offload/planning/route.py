@@ -125,11 +125,6 @@ class Route:
         """The memory in which records lie, or through which they come from a file."""
         return self.model_in if self.records == "device" else Memory.HOST
 
-    def has_second_place(self, tier: Tier) -> bool:
-        """Whether what an update writes there goes to two places in turn, so that it can be undone. In memory it is made anew
-        of the former masters."""
-        return self.undoable and tier == "nvme"
-
     @property
     def crosses(self) -> bool:
         """Whether the update's kernel computes in another memory than the parameters' home."""

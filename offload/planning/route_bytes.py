@@ -80,6 +80,9 @@ def updated(unit: UnitSizes, route: Route, micro_batches: int) -> Moves:
             new, present = present, new
         yield new, trained
         yield present, sum(sizes.read)
+    if route.undoable:  # those in memory come to their second place first
+        kept = sizes.chunks[: route.kept_records] if route.records == "nvme" else sizes.chunks
+        yield Link.HOST_MEMORY, sum(kept)
     arithmetic = 2 * sizes.nbytes + gradients + trained + sum(sizes.read)
     yield Link.HOST_MEMORY if route.update_in is Memory.HOST else Link.DEVICE_MEMORY, arithmetic
 

@@ -70,7 +70,7 @@ class ChunkStore(ABC):
         for chunk, tier, nbytes in sized:
             self._place(chunk).extent = allocators.setdefault(tier, ExtentAllocator()).take(nbytes)
         for chunk, tier, nbytes in sized:  # after all others: what is read one after the other lies so
-            if chunk.flat.layout.trainable and chunk.route.has_second_place(tier):
+            if chunk.flat.layout.trainable and self._has_second_place(chunk, tier):
                 self._place(chunk).other = allocators[tier].take(nbytes)
         self._stores = {tier: make_store(tier, allocator.extents) for tier, allocator in allocators.items()}
         for chunk, tier, _ in sized:
@@ -84,6 +84,9 @@ class ChunkStore(ABC):
     @abstractmethod
     def _place(chunk: Chunk) -> Place:
         """Where the chunk has the state that these places are of."""
+
+    def _has_second_place(self, chunk: Chunk, tier: Tier) -> bool:
+        return chunk.route.undoable and tier == "nvme"
 
     def nbytes(self, chunk: Chunk) -> int:
         extent = self._place(chunk).extent
@@ -139,6 +142,17 @@ class ChunkStore(ABC):
         last write must be settled (`view` and `settle_write` do that)."""
         with self._lock:
             self._place(chunk).write = self._writing[chunk] = pending
+
+    def second_view(self, chunk: Chunk) -> torch.Tensor | None:
+        """Where the chunk's bytes may be written so that this can be undone, if that can be addressed; see `turn`."""
+        place = self._place(chunk)
+        if place.other is None or place.store is None:
+            return None
+        return place.store.view(place.other)
+
+    def turn(self, chunk: Chunk) -> None:
+        """What was written to `second_view` is the chunk's from now on."""
+        _turn(self._place(chunk))
 
     def undo_write(self, chunk: Chunk) -> None:
         """The chunk, whose route must be undoable, is again what it was before its last write. Nobody may be reading it."""
@@ -282,6 +296,9 @@ class RecordStore(ChunkStore):
     @staticmethod
     def _place(chunk: Chunk) -> Place:
         return chunk.record
+
+    def _has_second_place(self, chunk: Chunk, tier: Tier) -> bool:
+        return chunk.route.undoable
 
     @property
     def moments(self) -> tuple[str, ...]:

@@ -55,16 +55,19 @@ class Homes:
         return records, buffer
 
     def tell(self, chunk: Chunk, pieces: Iterable[Piece]) -> None:
-        """Make the values of these pieces, in memory, what the record's masters on NVMe say, as an update leaves them. In
-        staging buffers of the updates, none of which may run."""
+        """Make the values of these pieces, in memory, what the record's masters say, as an update leaves them. What has to be
+        read or to go over does so in staging buffers of the updates, none of which may run."""
         records, parameter_store, pool = self._parts.records, self._parts.parameter_store, self._parts.pool
         stored = parameter_store.view(chunk)
         assert records is not None and stored is not None
         home = chunk.values_in(stored)
         parameter_store.settle_copies(chunk)
-        lease = pool.lease(RECORDS_ON_DEMAND)
-        records.read(chunk, lease.tensor[: records.nbytes(chunk)]).wait()
-        masters = records.over(chunk, lease.tensor).arrays[MASTER]
+        record, lease = records.view(chunk), None
+        if record is None:
+            lease = pool.lease(RECORDS_ON_DEMAND)
+            record = lease.tensor
+            records.read(chunk, record[: records.nbytes(chunk)]).wait()
+        masters = records.over(chunk, record).arrays[MASTER]
         goes_over = chunk.route.value_path is ValuePath.COPY_IN
         emitted = pool.lease(EMITTED) if goes_over else None
         values = home if emitted is None else chunk.values_in(emitted.tensor)

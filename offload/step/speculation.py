@@ -7,8 +7,8 @@ norm changes nothing and nothing runs, so where that was so lately (`ClipHistory
 to undo is kept. A loop of several backwards is expected to have as many of them in the next step, and in the first one as many
 as it said (`Config.expecting`): updates begin in the last.
 
-    records              written to a second place on NVMe, so that the first is still there (`ChunkStore.undo_write`)
-    parameters           likewise; where they lie in memory they are made of the former record's masters
+    records              written to a second place, so that the first is still there (`ChunkStore.undo_write`)
+    parameters           likewise on NVMe; where they lie in memory they are made of the former record's masters
     gradients            kept, in their buffers or on NVMe; read again only if the update is undone
     device memory        holds new values: undone, it is emptied, and fetched again when it is used
     step counts          counted back
@@ -17,8 +17,9 @@ as it said (`Config.expecting`): updates begin in the last.
 wherever anything would see that an update came too early (a forward before `step`, a further gradient, `zero_grad`, a learning
 rate that changed), all of it is undone, and everything goes on as if it never was.
 
-A unit is updated early only if all its records lie on NVMe, and its parameters lie there too or are rounded masters: what
-lies in memory is updated fast enough at `step`, and a copy of it to undo with would take memory. Parameters that stay where the
+A unit is updated early only if there is a second place for its records, on NVMe or in host memory beside a device of its own,
+and its parameters lie on NVMe too or are rounded masters. Where the device is the CPU, what lies in memory is updated fast
+enough at `step`. Parameters that stay where the
 model computes may be read at any time, and a graph may keep what was read: a unit of which any were read waits for `step`
 (`Unit.was_read`).
 """
@@ -105,6 +106,8 @@ class Speculation:
             self.begun_units.append(unit)
             unit.early = EarlyUpdate(live, updates)
             self._hypers.update((one.info.group_index or 0, one.hyper) for update in updates for one in update.pieces)
+            for one in updates:
+                one.early = True
             self._gradients.hold(unit.early.chunks)
             self._updates.enqueue(unit, updates)
         self._residency.launch_resident()

@@ -196,7 +196,7 @@ def test_stream_writes_all_of_what_it_is_to_write_and_nothing_else() -> None:
 
 @needs_library
 def test_null_and_nonsense_are_refused() -> None:
-    good = _native.UpdateArguments(1, 1, 1, 1, 0, 0, 0, 1, 0, 1, 0, 0.1, 0.9, 0.9, 1e-8, 0.0, 1.0, 0, 0, 0, 0, 1, 0)
+    good = _native.UpdateArguments(1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0.1, 0.9, 0.9, 1e-8, 0.0, 1.0, 0, 0, 0, 0, 1, 0)
     eight_bit = {"state_format": 3, "values": 1, "values_dtype": 1, "exp_avg_scale": 1, "exp_avg_sq_scale": 1}
     for bad in (
         {"master": 0},

@@ -18,6 +18,7 @@ from offload.device.cpu import CpuAccelerator
 from offload.device.deferred import DeferredAccelerator
 from offload.errors import BudgetError
 from offload.layout import ParameterSpec, build_layout
+from offload.planning.budget import MemoryPlan
 from offload.planning.deciding import Decision
 from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import Placement, Problem, RankGroup, _undoable, format_of, place
@@ -183,4 +184,5 @@ def test_what_is_counted_once_for_units_that_are_alike_is_what_each_counts_for(
     if isinstance(placed(problem), Placement):
         routes = routes_of(problem.footprint.units, replace(choice, kept=kept, near=near), unified=unified, sharded=False)
         each_its_own = [replace(route) for route in routes]
-        assert _undoable(problem, routes, 0) == _undoable(apart, each_its_own, 0)
+        nothing = MemoryPlan(())
+        assert _undoable(problem, routes, nothing) == _undoable(apart, each_its_own, nothing)

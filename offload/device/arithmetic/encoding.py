@@ -100,8 +100,8 @@ def _put_halves(upper: Tensor | None, rest: Tensor | None, values: Tensor) -> No
         _native.convert(_bf16(low_address), _bf16(zero.data_ptr()), numel)
         step = _native.UpdateArguments(
             grad=given.data_ptr(), master=low_address, exp_avg=0, exp_avg_sq=0, exp_avg_scale=0, exp_avg_sq_scale=0,
-            values=high_address, numel=numel, first_index=0, step=1, rounding_seed=0, lr=-1.0, beta1=0.0, beta2=0.0, eps=0.0,
-            weight_decay=0.0, grad_factor=1.0, grad_dtype=_native.F32, values_dtype=_native.BF16,
+            values=high_address, numel=numel, first_index=0, source_distance=0, step=1, rounding_seed=0, lr=-1.0, beta1=0.0,
+            beta2=0.0, eps=0.0, weight_decay=0.0, grad_factor=1.0, grad_dtype=_native.F32, values_dtype=_native.BF16,
             state_format=_native.STATE_FORMATS["split"], rule=_native.RULES["sgd"], decoupled=0, nesterov=0,
         )  # fmt: skip
         _native.update([step])

@@ -89,6 +89,7 @@ def _arguments(segment: Segment) -> _native.UpdateArguments:
         values=0 if values is None else values.data_ptr(),
         numel=segment.grad.numel(),
         first_index=segment.first_index,
+        source_distance=0,
         step=segment.step,
         rounding_seed=segment.rounding_seed,
         lr=hyper.lr_at(segment.step),

@@ -80,17 +80,20 @@ class StepTable:
         gradients: Tensor | Sequence[Tensor],
         numbers: Numbers,
         grad_factor: float,
+        source: Tensor | None = None,
     ) -> None:
-        """One step, in place. `which`: the positions of the pieces that it is of, None: of all. `record`: uint8, at least the
-        record; `values`: [numel] in their dtype; `gradients`: [numel], or by piece [its numel]."""
+        """One step, in place; or of all pieces of the record in `source`, which stays as it is. `which`: the positions of the
+        pieces that it is of, None: of all. `record`: uint8, at least the record; `values`: [numel] in their dtype; `gradients`:
+        [numel], or by piece [its numel]."""
         if which is None and isinstance(gradients, Tensor):
-            where = (record.data_ptr(), values.data_ptr(), gradients.data_ptr(), gradients.dtype, gradients.numel())
+            places = (record.data_ptr(), values.data_ptr(), gradients.data_ptr(), _address(source))
+            where = (places, gradients.dtype, gradients.numel())
             if where != self._where:
-                self._place_gradients(self.placed(_ALL, record, values), _ALL, gradients)
+                self._place_gradients(self.placed(_ALL, record, values, source), _ALL, gradients)
                 self._where = where
             self._table.step(self.moments, numbers, grad_factor)
             return
-        rows = self.placed(_ALL if which is None else which, record, values)
+        rows = self.placed(_ALL if which is None else which, record, values, source)
         if isinstance(gradients, Tensor):
             self._place_gradients(rows, _ALL if which is None else which, gradients)
         else:
@@ -103,13 +106,17 @@ class StepTable:
         rows["grad"] = self.low[which] * gradients.itemsize + gradients.data_ptr()
         rows["grad_dtype"] = DTYPE_CODES[gradients.dtype]
 
-    def placed(self, which: Sequence[int] | slice, record: Tensor, values: Tensor) -> Any:
-        """The rows of these pieces, told where the record and the values lie."""
+    def placed(self, which: Sequence[int] | slice, record: Tensor, values: Tensor, source: Tensor | None) -> Any:
+        """The rows of these pieces, told where the record and the values lie, and the record that is read where that is another
+        one."""
         self._check(record, values)
+        if source is not None:
+            self._check(source, values)
         self._where = None
         rows = self._table.rows[which]
         for column, offsets in self._record_offsets:
             rows[column] = offsets[which] + record.data_ptr()
+        rows["source_distance"] = source.data_ptr() - record.data_ptr() if source is not None else 0
         rows[self._values_column] = self._value_offsets[which] + values.data_ptr()
         return rows
 
@@ -121,16 +128,18 @@ class StepTable:
 
 
 class JoinedTable:
-    """Of several chunks whose records and values stay where they are, each given as (table, record, values): one native call
-    for all of them."""
+    """Of several chunks whose records and values stay where they are, each given as (table, record, values, source): one native
+    call for all of them."""
 
-    def __init__(self, parts: Sequence[tuple[StepTable, Tensor, Tensor]]) -> None:
-        self._kept = [(record, values) for _, record, values in parts]  # as long as their addresses are here
-        self._table = _Table(np.concatenate([table.placed(_ALL, record, values) for table, record, values in parts]))
-        tables = [table for table, _, _ in parts]
+    def __init__(self, parts: Sequence[tuple[StepTable, Tensor, Tensor, Tensor | None]]) -> None:
+        self._kept = parts  # as long as their addresses are here
+        self._table = _Table(
+            np.concatenate([table.placed(_ALL, record, values, source) for table, record, values, source in parts])
+        )
+        tables = [table for table, *_ in parts]
         self._numels, self._counts = [table.numel for table in tables], [len(table.low) for table in tables]
         self._low = np.concatenate([table.low for table in tables])
-        self._moments = frozenset.intersection(*(table.moments for table, _, _ in parts))
+        self._moments = frozenset.intersection(*(table.moments for table in tables))
 
     def update(self, gradients: Sequence[Tensor], numbers: Numbers, grad_factor: float) -> None:
         """One step of all pieces, in place; as `StepTable.update`."""
@@ -208,6 +217,10 @@ def _place_gradients(rows: Any, gradients: Sequence[Tensor]) -> None:
             raise AssertionError(f"a gradient must be [{numel}] on the host")
     rows["grad"] = [gradient.data_ptr() for gradient in gradients]
     rows["grad_dtype"] = [DTYPE_CODES[gradient.dtype] for gradient in gradients]
+
+
+def _address(tensor: Tensor | None) -> int:
+    return tensor.data_ptr() if tensor is not None else 0
 
 
 def _check_gradients(gradients: Tensor, numel: int) -> None:

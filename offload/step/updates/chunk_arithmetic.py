@@ -24,14 +24,17 @@ class ChunkArithmetic:
 
     def __init__(self, records: RecordStore, gradients: ChunkGradients) -> None:
         self._records, self._gradients = records, gradients
-        self._joined: dict[Chunk, tuple[list[tuple[int, int]], JoinedTable]] = {}
-        """By the first chunk of several that are updated at once: where the records and the values of all of them lie."""
+        self._joined: dict[tuple[Chunk, int], tuple[list[tuple[int, int, int]], JoinedTable]] = {}
+        """By the first chunk of several that are updated at once, and where its record is written: where the records and the
+        values of all of them lie, and the records that are read."""
 
     def update(self, update: ChunkUpdate, record: Tensor, values: Tensor) -> None:
         """`record`: the memory that holds it. The chunk's gradient is open."""
         if by_table(update, values):
             self._by_table(update, record, values)
             return
+        if update.source is not None:
+            record.copy_(update.source)
         over = self._records.over(update.chunk, record)
         gradients = self._gradients.opened(update.chunk, update.only_pieces)
         pairs = zip(update.pieces, gradients, strict=True)
@@ -46,7 +49,7 @@ class ChunkArithmetic:
         if not update.updates_every_slot:
             updated = {one.info.index for one in update.some}
             which = [position for position, (info, _) in enumerate(chunk.pieces) if info.index in updated]
-        self._table(chunk, values).update(which, record, values, gradients, numbers_of([update]), update.factor)
+        self._table(chunk, values).update(which, record, values, gradients, numbers_of([update]), update.factor, update.source)
 
     def update_at_once(self, updates: Sequence[ChunkUpdate], records: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """`update` of several chunks, every slot of them, in one native call where the kernel makes them all."""
@@ -55,7 +58,7 @@ class ChunkArithmetic:
                 self.update(one, record, own)
             return
         chunks, numbers = [one.chunk for one in updates], numbers_of(updates)
-        joined = self._joined_at(chunks, records, values)
+        joined = self._joined_at(chunks, records, values, [one.source for one in updates])
         whole = [self._gradients.opened_whole(chunk) for chunk in chunks]
         if any(gradient is None for gradient in whole):
             pieces = [piece for one in updates for piece in self._gradients.opened(one.chunk, one.only_pieces)]
@@ -63,22 +66,38 @@ class ChunkArithmetic:
         else:
             joined.update_chunks([gradient for gradient in whole if gradient is not None], numbers, updates[0].factor)
 
-    def _joined_at(self, chunks: Sequence[Chunk], records: Sequence[Tensor], values: Sequence[Tensor]) -> JoinedTable:
-        places = [(record.data_ptr(), own.data_ptr()) for record, own in zip(records, values, strict=True)]
-        known, joined = self._joined.get(chunks[0], (None, None))
+    def _joined_at(
+        self,
+        chunks: Sequence[Chunk],
+        records: Sequence[Tensor],
+        values: Sequence[Tensor],
+        sources: Sequence[Tensor | None],
+    ) -> JoinedTable:
+        places = [
+            (record.data_ptr(), own.data_ptr(), source.data_ptr() if source is not None else 0)
+            for record, own, source in zip(records, values, sources, strict=True)
+        ]
+        first = chunks[0], places[0][0]
+        known, joined = self._joined.get(first, (None, None))
         if joined is None or known != places:
-            joined = self.joined(chunks, records, values)
-            self._joined[chunks[0]] = places, joined
+            joined = self.joined(chunks, records, values, sources)
+            self._joined[first] = places, joined
         return joined
 
     def close(self) -> None:
         """Let go of memory that is others'."""
         self._joined = {}
 
-    def joined(self, chunks: Sequence[Chunk], records: Sequence[Tensor], values: Sequence[Tensor]) -> JoinedTable:
+    def joined(
+        self,
+        chunks: Sequence[Chunk],
+        records: Sequence[Tensor],
+        values: Sequence[Tensor],
+        sources: Sequence[Tensor | None],
+    ) -> JoinedTable:
         """One table for all of these, which lie where they are for good."""
-        places = zip(chunks, records, values, strict=True)
-        return JoinedTable([(self._table(chunk, own), record, own) for chunk, record, own in places])
+        places = zip(chunks, records, values, sources, strict=True)
+        return JoinedTable([(self._table(chunk, own), record, own, source) for chunk, record, own, source in places])
 
     def _table(self, chunk: Chunk, values: Tensor) -> StepTable:
         if chunk.step_table is None:

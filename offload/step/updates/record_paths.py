@@ -43,7 +43,8 @@ class RecordAccess(ABC):
 
 
 class RecordsInPlace(RecordAccess):
-    """The kernel addresses the record where it lies."""
+    """The kernel addresses the record where it lies. An update that may have to be undone writes to the second place, and reads
+    in the first."""
 
     def __init__(self, tools: UpdateTools) -> None:
         self._records = tools.records
@@ -51,7 +52,17 @@ class RecordsInPlace(RecordAccess):
     def begin(self, update: ChunkUpdate) -> Tensor:
         record = self._records.view(update.chunk)
         assert record is not None, "a record in memory has its place there"
-        return record
+        other = self._records.second_view(update.chunk) if update.early else None
+        if other is None:
+            return record
+        assert update.updates_every_slot, "what is not updated would not be in the second place"
+        update.source = record
+        return other
+
+    def commit(self, update: ChunkUpdate, record: Tensor) -> None:
+        if update.source is not None:
+            update.source = None
+            self._records.turn(update.chunk)
 
 
 class RecordsFromFile(RecordAccess):

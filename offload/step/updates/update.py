@@ -250,7 +250,7 @@ class Updates:
         )
 
     def _apply_at_once(self, update: UnitUpdate) -> None:
-        """A call for each chunk has the pool's threads fall asleep in between: on many cores that takes as long as the chunk."""
+        """Between calls for each chunk the pool's threads fall asleep: to wake many takes as long as the chunk."""
         updates, chunks = update.chunks, [one.chunk for one in update.chunks]
         for one in updates:
             one.started = True
@@ -284,7 +284,7 @@ class Updates:
                     self._run(unit, update)
                 return
             records = [self._access(one.chunk).begin(one) for one in updates]
-            self._joined = self._arithmetic.joined(chunks, records, values)
+            self._joined = self._arithmetic.joined(chunks, records, values, [None] * len(chunks))
             self._joined_chunks = chunks
         assert self._joined is not None
         gradients = self._gradients.open_all(chunks)

@@ -287,8 +287,8 @@ def _copied(
     chunk: Chunk,
     pieces: Iterable[Piece],
 ) -> Pending:
-    """Pieces of the chunk's values, [chunk.numel], by `copy`, whose copies settle in order: the last one. What lies side by side
-    goes in one copy: to begin one takes the host as long as a thousand elements."""
+    """Pieces of the chunk's values, [chunk.numel], by `copy`, whose copies settle in order: the last one. What lies side by
+    side goes in one copy."""
     runs: list[slice] = []
     for piece in pieces:
         part = chunk.part(piece)
