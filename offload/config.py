@@ -64,8 +64,8 @@ class Config:
     max_grad_norm     clip the global gradient norm to this; None: no clipping
     update            when updates begin. "auto": when backward has left a unit, if the update can be undone and seldom has to
                       be; else at step(). "backward": the same, but what undoes updates may take all the room on the drives,
-                      of which "auto" leaves some for checkpoints. "step": at step(), under the next forward. Any loop is right
-                      with any of them
+                      of which "auto" leaves some for checkpoints, and of host memory without a budget what is free, of which
+                      "auto" takes nothing. "step": at step(), under the next forward. Any loop is right with any of them
     prefetch          how many units are fetched ahead
     loss_scale        a number; "dynamic" (default for fp16); "skip": no scaling, steps with non-finite gradients are left out;
                       None: "dynamic" for fp16, else non-finite gradients raise

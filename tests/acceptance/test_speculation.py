@@ -22,7 +22,7 @@ from offload.step.gradients.buffers import RETAINED
 from offload.step.updates.update import Updates
 from tests.crosses import in_pairs, in_turn
 from tests.file_systems import free_room
-from tests.inside import layout_of, parts_of, units_of
+from tests.inside import layout_of, parts_of, placement_of, units_of
 from tests.small_sizes import small
 from tests.updates import before_each_update
 
@@ -513,6 +513,35 @@ def test_a_drive_has_room_for_a_part(
     assert chosen == all_units[len(all_units) - count :]
     assert count == len(all_units) // 2 if share else count == 0
     assert sum(line["nbytes"] for line in engine.stats()["planned"] if line["tier"] == "nvme") <= free
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_budget_has_room_for_a_part_of_what_lies_in_host_memory(opened: Any, speculating: None, share: float) -> None:
+    """Second places are made of what it leaves; without a budget none are, unless update="backward" asks for them."""
+    beside = Setup("cpu", "cpu", "deferred", "auto")
+
+    def run(setup: Setup, **fields: Any) -> tuple[Any, Any]:
+        model = gpt2(layers=6)
+        engine = opened(model, adamw(model), setup, max_grad_norm=0.5, dtype="bf16", **fields)
+        return engine, run_engine(engine, lambda run: bitwise_loop(run, steps=6))
+
+    least, expected = run(beside)
+    whole, found = run(Setup("cpu", "cpu", "deferred", "backward"))
+    assert_same_bits(found, expected)
+    planned = placement_of(whole).with_sums().plan  # within a budget sums of micro-batches have a place, if there will be any
+    second = next(line.nbytes for line in planned.lines if line.purpose == "room to undo updates")
+    budget = planned.total_nbytes("cpu") - second + int(share * second)
+    engine, found = run(beside, cpu_memory=budget)
+    assert_same_bits(found, expected)
+    chosen, all_units = early_units(engine), early_units(whole)
+    assert not early_units(least) and chosen == all_units[len(all_units) - len(chosen) :]
+    left = budget - placement_of(engine).with_sums().plan.total_nbytes("cpu")
+    assert left >= 0 and (engine.stats()["speculated_steps"] > 0) == bool(chosen) and (bool(chosen) or not share)
+    others = [index for index in all_units if index not in chosen]
+    assert bool(others) == (share < 1.0)
+    for index in others[-1:]:
+        records = parts_of(engine).records
+        assert records is not None and sum(map(records.nbytes, units_of(engine)[index].trained_chunks)) > left
 
 
 @both

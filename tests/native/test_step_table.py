@@ -11,7 +11,7 @@ from offload.device.arithmetic.optimizer_step import update
 from offload.device.arithmetic.records import RecordFormat
 from offload.device.arithmetic.rules import MOMENTS, Hyper, Rule
 from offload.device.arithmetic.segment import MASTER, Segment, StateFormat
-from offload.device.arithmetic.step_table import Span, StepTable
+from offload.device.arithmetic.step_table import JoinedTable, Span, StepTable
 
 pytestmark = pytest.mark.skipif(not _native.available(), reason="the table is the native library's")
 
@@ -66,6 +66,35 @@ def test_same_bits_as_piece_by_piece(form: RecordFormat, which: list[int] | None
         assert torch.equal(records[0], records[1])
         assert torch.equal(values[0].view(torch.uint8), values[1].view(torch.uint8))
     assert values[0].isfinite().all() and not torch.equal(values[0], torch.linspace(-1, 1, NUMEL).to(dtype))
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.state_format.value}-{form.own_master}-{len(form.moments)}")
+def test_a_record_that_is_read_elsewhere_stays_as_it_is(form: RecordFormat) -> None:
+    """And what is written is what a step in place gives, alone and with another chunk; a piece here is longer than what is
+    brought over at a time."""
+    torch.manual_seed(1)
+    hyper = ADAMW if len(form.moments) == 2 else ADAGRAD
+    dtype, numel = torch.bfloat16 if form.own_master else torch.float32, 3 * 4096 + 192
+    spans = [Span(0, 1000, 0, 7), Span(1024, numel, 128, 10)]
+    tables = [StepTable(form, numel, dtype, spans) for _ in range(4)]
+    records = [torch.zeros(form.nbytes(numel), dtype=torch.uint8) for _ in range(6)]
+    values = [torch.linspace(-1, 1, numel).to(dtype) for _ in range(4)]
+    gradient = torch.randn(numel)
+    for table, record, own in zip(tables, records, values, strict=False):
+        table.update(None, record, own, gradient, (hyper, 1), 0.5)
+    before = records[0].clone()
+    tables[0].update(None, records[0], values[0], gradient, (hyper, 2), 0.5)
+    tables[1].update(None, records[4], values[1], gradient, (hyper, 2), 0.5, records[1])
+    joined = JoinedTable([(tables[2], records[5], values[2], records[2]), (tables[3], records[3], values[3], None)])
+    joined.update_chunks([gradient, gradient], (hyper, 2), 0.5)
+    assert torch.equal(records[1], before) and torch.equal(records[2], before) and not torch.equal(records[0], before)
+    for record, own in ((records[4], values[1]), (records[5], values[2]), (records[3], values[3])):
+        for name, array in form.over(record, numel).arrays.items():
+            expected, scale = form.over(records[0], numel).arrays[name], 64 if name.endswith("_scale") else 1
+            for span in spans:
+                low, high = span.low // scale, -(-span.high // scale)
+                assert torch.equal(array[low:high], expected[low:high]), name
+        assert torch.equal(own.view(torch.uint8), values[0].view(torch.uint8))
 
 
 def test_wrong_sizes_never_reach_native_code() -> None:
