@@ -68,15 +68,15 @@ def cells(dry_run: bool) -> Iterator[tuple[str, str, float | None, float]]:
         for contender in ("offload", "offload, accumulation 4", "offload, on NVMe", *PEERS):
             yield contender, "tiny", 8.0 if contender == "offload" else None, 60.0
         return
-    yield "offload, split states", "7B", 8.0, 75.0
     yield "offload", "1B", None, 30.0
-    yield "plain, in memory", "1B", None, 30.0
     for peer in PEERS[:3]:
         yield peer, "1B", None, 35.0
-    yield "offload, split states", "7B", None, 75.0
-    yield PEERS[3], "1B", None, 35.0
-    yield "offload, accumulation 4", "1B", None, 30.0
     yield "offload, update in backward", "1B", None, 30.0
+    yield "offload, split states", "7B", 8.0, 75.0
+    yield PEERS[3], "1B", None, 35.0
+    yield "plain, in memory", "1B", None, 30.0
+    yield "offload, split states", "7B", None, 75.0
+    yield "offload, accumulation 4", "1B", None, 30.0
     yield "offload, no checkpointing", "1B", None, 30.0
     yield "offload, on NVMe", "1B", None, 40.0
     yield "FSDP2 CPUOffloadPolicy", "7B", None, 75.0
@@ -239,9 +239,11 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU: shows that the report runs, no figures")
     parser.add_argument("--only", default="", help="contenders to run, by the beginning of their names, comma-separated")
     parser.add_argument("--seconds", type=float, help="the whole run's time, in place of the default")
+    parser.add_argument("--micro-batches", default="1,2,4,8,16,32", help="rows of a micro-batch, tried in this order")
     parser.add_argument("--draw-all", action="store_true", help="draw all initial values, not a few rows that are repeated")
     options = parser.parse_args()
     drawn_rows = None if options.draw_all else DRAWN_ROWS
+    micro_batches = [1, 2] if options.dry_run else [int(one) for one in options.micro_batches.split(",")]
     began = time.monotonic()
     deadline = began + (options.seconds or (DRY_DEADLINE_SECONDS if options.dry_run else DEADLINE_SECONDS))
     environment = dict(os.environ) | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -273,8 +275,7 @@ def main() -> None:
         else:
             arguments = {
                 "kind": "train", "name": contender, "model": model, "limit_gib": limit_gib, "seconds": remaining,
-                "micro_batches": [1, 2] if options.dry_run else [1, 2, 4, 8, 16, 32], "steps": 2 if options.dry_run else 4,
-                "drawn_rows": drawn_rows,
+                "micro_batches": micro_batches, "steps": 2 if options.dry_run else 4, "drawn_rows": drawn_rows,
             }  # fmt: skip
             run_cell(cell, arguments, remaining, environment)
             complete(cell, report["rates"])
