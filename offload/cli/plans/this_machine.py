@@ -27,6 +27,8 @@ from offload.tiers.scratch import free_nbytes
 from offload.tiers.verification import checksum, verification_is_on
 
 _WIDTH, _TOKENS = 1024, 256
+_WIDTH_ON_GPU, _TOKENS_ON_GPU = 4096, 8192
+"""So much that each operation takes a fast device several times as long as the host takes to launch it."""
 _DRIVE_NBYTES = 512 * 2**20
 _ENDURANCE_NBYTES = 1200e12
 _UNMEASURED_DRIVE = 3e9
@@ -43,7 +45,7 @@ class MeasuredMachine:
 
 def measure_machine(paths: Sequence[str], seconds: float, sample: Callable[[], object] | None = None) -> MeasuredMachine:
     """`paths`: of the drives, none where there are none to measure. `seconds`: for each rate. `sample`: a forward and a
-    backward on the device, whose operations are looked at instead of those of a block of width 1024 with 256 tokens.
+    backward on the device, whose operations are looked at instead of those of a block of width 1024 with 256 tokens, on a GPU 4096 with 8192.
 
     Takes some 10 x `seconds`. Writes a scratch file of 512 MiB."""
     on_gpu = torch.cuda.is_available() and accelerator_name() == "cuda"
@@ -108,8 +110,9 @@ class _Block(nn.Module):
 
 
 def _work(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    block = _Block(_WIDTH, device, dtype)
-    tokens = torch.randn(_TOKENS if device.type == "cpu" else 32 * _TOKENS, _WIDTH, device=device, dtype=dtype)
+    width, count = (_WIDTH, _TOKENS) if device.type == "cpu" else (_WIDTH_ON_GPU, _TOKENS_ON_GPU)
+    block = _Block(width, device, dtype)
+    tokens = torch.randn(count, width, device=device, dtype=dtype)
     return lambda: block(tokens).sum().backward()
 
 
