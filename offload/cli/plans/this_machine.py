@@ -45,7 +45,8 @@ class MeasuredMachine:
 
 def measure_machine(paths: Sequence[str], seconds: float, sample: Callable[[], object] | None = None) -> MeasuredMachine:
     """`paths`: of the drives, none where there are none to measure. `seconds`: for each rate. `sample`: a forward and a
-    backward on the device, whose operations are looked at instead of those of a block of width 1024 with 256 tokens, on a GPU 4096 with 8192.
+    backward on the device, whose operations are looked at instead of those of a block of width 1024 with 256 tokens, or on a
+    GPU of width 4096 with 8192.
 
     Takes some 10 x `seconds`. Writes a scratch file of 512 MiB."""
     on_gpu = torch.cuda.is_available() and accelerator_name() == "cuda"
