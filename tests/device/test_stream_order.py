@@ -22,6 +22,7 @@ from offload.device import cuda
 from offload.device.accelerator import UnitMemory
 from offload.device.cuda import CudaAccelerator
 from offload.device.pending import Pending
+from offload.step.updates.update import Updates
 from offload.tiers.memory import HostMemory
 from tests.acceptance.chosen import choosing
 from tests.acceptance.models import Stack, stack, vector_batches
@@ -90,6 +91,24 @@ def test_no_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: st
     losses, weights = train(tmp_path, parameters, states, update)
     assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
     assert len(detector.operations) > 500, "the detector saw nothing"
+
+
+@pytest.mark.parametrize(("parameters", "states"), [("cpu", "cpu"), ("device", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")])
+def test_no_race_where_updates_begin_in_backward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str
+) -> None:
+    """At once, since no norm is needed for them."""
+    options = {"update": "backward", "max_grad_norm": None}
+    expected = in_memory(**options)
+    begun: list[int] = []
+    enqueue = Updates.enqueue
+    monkeypatch.setattr(
+        Updates, "enqueue", lambda self, unit, chunks: (begun.append(unit.early is not None), enqueue(self, unit, chunks))[1]
+    )
+    play(monkeypatch)
+    losses, weights = train(tmp_path, parameters, states, **options)
+    assert any(begun), "none began early"
+    assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
