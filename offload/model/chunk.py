@@ -34,6 +34,7 @@ class Place:
     store    that of its tier, and
     extent   where it is read and written there; None: the state has no bytes, or no store
     other    the extent that is written next, where the last write must be undoable: the two take turns
+    former   in memory: where what is overwritten in place is kept as long as that may have to be undone
     write    its last write, until somebody saw it end. Every read and every further write comes after it
     fetch    a read of it into its flat, until somebody saw it end
     copy     an H2D copy from where it lies in the store: who writes there in place waits for it
@@ -42,6 +43,7 @@ class Place:
     store: Store | None = None
     extent: Extent | None = None
     other: Extent | None = None
+    former: Extent | None = None
     write: Pending | None = None
     fetch: Pending | None = None
     copy: Pending | None = None

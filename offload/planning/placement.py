@@ -260,7 +260,7 @@ def place(problem: Problem, choice: Choice) -> Placement:
     if problem.speculates(choice.states):
         through = [MemoryLine(tier, purpose, count * nbytes) for (tier, purpose), (count, nbytes) in buffers.items()]
         undoable = _undoable(problem, routes, MemoryPlan((*lines, *sums, *through)))
-        routes = with_undo(routes, {unit.index for unit in undoable})
+        routes = with_undo(routes, {unit.index: any(unit.records(routes[unit.index].crosses).read) for unit in undoable})
     undo_nbytes = sum((_undo_nbytes(unit, routes[unit.index]) for unit in undoable), Counter[Tier]())
     lines.extend(MemoryLine(tier, "room to undo updates", count) for tier, count in undo_nbytes.items())
     lines.extend(MemoryLine(tier, purpose, count * nbytes) for (tier, purpose), (count, nbytes) in buffers.items())
@@ -395,12 +395,13 @@ def _room_to_undo(problem: Problem, others: MemoryPlan) -> Counter[Tier]:
 
 def _can_undo(unit: UnitSizes, route: Route) -> bool:
     """Whether all that an update of the unit writes can have a second place, or is parameters that the record's masters tell.
-    Where the device is the CPU, which has nothing to spare under backward, records in memory are updated at the step."""
-    records = route.records == "nvme" and not route.kept_records
+    Where the device is the CPU, which has nothing to spare under backward, what lies in memory is updated at the step."""
+    reads = any(unit.records(route.crosses).read)
     if route.update_in is Memory.HOST and route.model_in is Memory.DEVICE:
-        records = True
+        return bool(unit.trained) and not (reads and route.parameters == "device")
+    records = route.records == "nvme" and not route.kept_records
     parameters = route.parameters == "nvme" and not route.kept_parameters
-    return bool(unit.trained) and records and (parameters or not any(unit.records(route.crosses).read))
+    return bool(unit.trained) and records and (parameters or not reads)
 
 
 def _undo_nbytes(unit: UnitSizes, route: Route) -> Counter[Tier]:
@@ -409,8 +410,13 @@ def _undo_nbytes(unit: UnitSizes, route: Route) -> Counter[Tier]:
     kept = sum(records.chunks[: route.kept_records])
     found = Counter[Tier]({"cpu": kept})
     found[route.records] += records.nbytes - kept
+    whole = _aligned_nbytes(unit.trained, unit.trained_positions, 0)
+    on_drive = 0
     if route.parameters == "nvme":
-        found["nvme"] += _aligned_nbytes(unit.trained, unit.trained_positions, route.kept_parameters)
+        on_drive = _aligned_nbytes(unit.trained, unit.trained_positions, route.kept_parameters)
+        found["nvme"] += on_drive
+    if any(records.read):
+        found["cpu"] += whole - on_drive
     return +found
 
 

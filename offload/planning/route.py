@@ -9,7 +9,7 @@ leaves the new ones. Where a budget holds a part of the states, routes differ be
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
@@ -82,6 +82,7 @@ class Route:
     model_in    the memory in which the model computes with the parameters
     update_in   the memory in which the unit's update computes
     undoable    whether the update may begin before `step()`: there is a second place for all that it writes
+    keeps_values  whether such an update keeps the values that it overwrites in host memory: they are a part of their masters
     """
 
     parameters: Tier
@@ -94,6 +95,7 @@ class Route:
     kept_parameters: int = 0
     kept_records: int = 0
     undoable: bool = False
+    keeps_values: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what nothing executes."""
@@ -227,9 +229,12 @@ def alike(footprint: Footprint, routes: Sequence[Route]) -> list[tuple[UnitSizes
     return [(footprint.units[kind], route, count) for (kind, _), (route, count) in found.items()]
 
 
-def with_undo(routes: Sequence[Route], unit_indices: Collection[int]) -> tuple[Route, ...]:
-    """The same, those of these units undoable."""
-    return tuple(replace(one, undoable=True) if index in unit_indices else one for index, one in enumerate(routes))
+def with_undo(routes: Sequence[Route], keeps_values: Mapping[int, bool]) -> tuple[Route, ...]:
+    """The same, those of these units undoable, by their indices."""
+    return tuple(
+        replace(one, undoable=True, keeps_values=keeps_values[index]) if index in keeps_values else one
+        for index, one in enumerate(routes)
+    )
 
 
 @lru_cache

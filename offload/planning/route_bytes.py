@@ -83,6 +83,10 @@ def updated(unit: UnitSizes, route: Route, micro_batches: int) -> Moves:
     if route.undoable:  # those in memory come to their second place first
         kept = sizes.chunks[: route.kept_records] if route.records == "nvme" else sizes.chunks
         yield Link.HOST_MEMORY, sum(kept)
+        if route.keeps_values:
+            in_memory = [position < route.kept_parameters for position in unit.trained_positions]
+            former = sum(compress(unit.trained, in_memory)) if route.parameters == "nvme" else trained
+            yield Link.HOST_MEMORY, 2 * former
     arithmetic = 2 * sizes.nbytes + gradients + trained + sum(sizes.read)
     yield Link.HOST_MEMORY if route.update_in is Memory.HOST else Link.DEVICE_MEMORY, arithmetic
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from offload.device.arithmetic import kernels
 from offload.device.arithmetic.records import Record, RecordFormat
 from offload.device.pending import AllOf, Pending, Settled
 from offload.errors import StorageError
@@ -72,6 +73,8 @@ class ChunkStore(ABC):
         for chunk, tier, nbytes in sized:  # after all others: what is read one after the other lies so
             if chunk.flat.layout.trainable and self._has_second_place(chunk, tier):
                 self._place(chunk).other = allocators[tier].take(nbytes)
+            if chunk.flat.layout.trainable and self._keeps_former(chunk, tier):
+                self._place(chunk).former = allocators[tier].take(nbytes)
         self._stores = {tier: make_store(tier, allocator.extents) for tier, allocator in allocators.items()}
         for chunk, tier, _ in sized:
             self._place(chunk).store = self._stores[tier]
@@ -87,6 +90,9 @@ class ChunkStore(ABC):
 
     def _has_second_place(self, chunk: Chunk, tier: Tier) -> bool:
         return chunk.route.undoable and tier == "nvme"
+
+    def _keeps_former(self, chunk: Chunk, tier: Tier) -> bool:
+        return False
 
     def nbytes(self, chunk: Chunk) -> int:
         extent = self._place(chunk).extent
@@ -219,6 +225,33 @@ class ParameterStore(ChunkStore):
     @staticmethod
     def _place(chunk: Chunk) -> Place:
         return chunk.parameters
+
+    def _keeps_former(self, chunk: Chunk, tier: Tier) -> bool:
+        return chunk.route.keeps_values and tier == "cpu"
+
+    def keep_former(self, chunk: Chunk) -> None:
+        """Before an update that may have to be undone: keep the values that it overwrites, where there is a place for them."""
+        found = self._with_former(chunk)
+        if found is not None:
+            kernels.convert(found[1], found[0], all_cores=True)
+
+    def restore_former(self, chunk: Chunk) -> bool:
+        """Undo that update. Nobody may be reading the chunk. False where nothing was kept."""
+        found = self._with_former(chunk)
+        if found is None:
+            return False
+        self.settle_copies(chunk)
+        kernels.convert(*found, all_cores=True)
+        return True
+
+    def _with_former(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The chunk's values, and where the former ones are kept."""
+        place = chunk.parameters
+        if place.former is None or place.store is None:
+            return None
+        former, values = place.store.view(place.former), self.view(chunk)
+        assert former is not None and values is not None, "what lies in memory can be addressed"
+        return chunk.values_in(values), chunk.values_in(former)
 
     def nbytes(self, chunk: Chunk) -> int:
         return super().nbytes(chunk) if chunk.route.has_store else chunk.nbytes

@@ -8,7 +8,8 @@ to undo is kept. A loop of several backwards is expected to have as many of them
 as it said (`Config.expecting`): updates begin in the last.
 
     records              written to a second place, so that the first is still there (`ChunkStore.undo_write`)
-    parameters           likewise on NVMe; where they lie in memory they are made of the former record's masters
+    parameters           likewise on NVMe; where they lie in memory they are made of the former record's masters, or kept where
+                         they are a part of these
     gradients            kept, in their buffers or on NVMe; read again only if the update is undone
     device memory        holds new values: undone, it is emptied, and fetched again when it is used
     step counts          counted back
@@ -212,7 +213,7 @@ class Speculation:
             self._records.undo_write(update.chunk)
             if update.chunk.parameters.other is not None:
                 self._parameter_store.undo_write(update.chunk)
-            else:
+            elif not self._parameter_store.restore_former(update.chunk):
                 self._homes.tell(update.chunk, update.only_pieces)
         self._gradients.take_back(early.chunks)
         for info in early.updated:

@@ -80,6 +80,27 @@ def test_kept_or_undone_the_bits_are_the_same(opened: Any, speculating: None, se
         assert 0 < undone < STEPS
 
 
+FORMS = [("fp32", "fp32"), ("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "split"), ("bf16", "bf16"), ("bf16", "8bit")]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "dtype", "state_format", "clip"), in_pairs(("cpu", "nvme", "device"), FORMS, (NEVER, AT_TIMES, ALWAYS))
+)
+def test_records_in_host_memory_are_kept_or_undone(
+    opened: Any, speculating: None, parameters: str, dtype: str, state_format: str, clip: float
+) -> None:
+    """Beside a device. Parameters that are a part of their masters are kept, too, where they lie in memory; on the device they
+    are not, and their updates wait."""
+    model = llama(2, WIDTH)
+    setup = Setup(parameters, "cpu", "deferred", "backward")
+    engine = opened(model, two_groups(model), setup, dtype=dtype, state_format=state_format, max_grad_norm=clip)
+    assert_same_bits(run_engine(engine, train), reference(dtype, clip, state_format))
+    begun, undone = counts(engine)
+    assert begun == (0 if parameters == "device" and state_format != "fp32" else STEPS)
+    if begun and clip != NEVER:
+        assert undone > 0 and (undone == STEPS) == (clip == ALWAYS)
+
+
 @pytest.mark.parametrize("clip", [NEVER, AT_TIMES])
 @both
 def test_racing_updates_are_undone_wherever_they_are(

@@ -51,7 +51,7 @@ class Updates:
     def __init__(self, tools: UpdateTools, gradients: ChunkGradients, routes: Iterable[Route]) -> None:
         """`routes`: those that updates take."""
         accelerator, records = tools.accelerator, tools.records
-        self._records, self._gradients = records, gradients
+        self._records, self._gradients, self._parameter_store = records, gradients, tools.parameter_store
         self._record_accesses, self._value_accesses = record_accesses(tools), value_accesses(tools, routes)
         self._accelerator, self._timeline = accelerator, tools.timeline
         self._arithmetic = ChunkArithmetic(records, gradients)
@@ -261,6 +261,9 @@ class Updates:
         is_at_hand = all(self._values(chunk).is_at_hand(chunk) for chunk in chunks)
         with nullcontext() if is_at_hand else self._timeline.lane_waiting("read parameters"):
             values = [self._values(one.chunk).begin(one.chunk, self._old(one)) for one in updates]
+        for one in updates:
+            if one.early:
+                self._parameter_store.keep_former(one.chunk)
         with self._timeline.lane_working("adam"):
             self._arithmetic.update_at_once(updates, records, values)
         for one, record, own in zip(updates, records, values, strict=True):
@@ -366,6 +369,8 @@ class Updates:
         path = self._values(chunk)
         with nullcontext() if path.is_at_hand(chunk) else self._timeline.lane_waiting("read parameters"):
             values = path.begin(chunk, self._old(chunk_update))
+        if chunk_update.early:
+            self._parameter_store.keep_former(chunk)
         watcher = self.watcher  # once: a save that ends takes it away
         if watcher is not None:
             with self._timeline.lane_waiting("copy for checkpoint"):
