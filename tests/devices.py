@@ -19,8 +19,8 @@ from offload.device.pending import Pending
 from offload.planning import placement
 
 
-def says_it_has(patch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """A deferred device, so much memory, whatever it has: with none of it there is no room for units that stay, for those that
+def says_it_has(patch: pytest.MonkeyPatch, nbytes: int, kind: type[Accelerator] = DeferredAccelerator) -> None:
+    """Such a device, so much memory, whatever it has: with none of it there is no room for units that stay, for those that
     are fetched ahead, and for sums."""
 
     def made(inner: type[Accelerator]) -> type[Accelerator]:
@@ -30,7 +30,7 @@ def says_it_has(patch: pytest.MonkeyPatch, nbytes: int) -> None:
 
         return type(inner.__name__, (inner,), {"memory_use": memory_use})
 
-    computed_on(patch, DeferredAccelerator, made)
+    computed_on(patch, kind, made)
 
 
 class _Around:

@@ -57,8 +57,9 @@ class Allocation:
         return store
 
     def sums(self, tier: Tier, extents: Iterable[Extent]) -> Store:
-        """Of micro-batches, which only the host touches."""
-        return self._added(self._stores.make(tier, ACCUMULATED, extents, is_copied=False))
+        """Of micro-batches. They may be made on the device and come over whole, in one copy, wherever gradients leave it."""
+        is_copied = self._placement.transit_buffer_count > 0
+        return self._added(self._stores.make(tier, ACCUMULATED, extents, is_copied=is_copied))
 
     def _made_store(
         self, names: StateNames, furthest: Tier, tier: Tier, extents: Iterable[Extent], *, is_copied: bool = True

@@ -24,7 +24,7 @@ RELOADED = "gradients read back"
 LANDING = "gradients to add"
 """A micro-batch's gradient that came from the device and is to be added to the sum."""
 ACCUMULATED = "accumulated gradients"
-"""The fp32 sums of several micro-batches. Only the host touches them: they take memory when they are first used."""
+"""The fp32 sums of several micro-batches. They take memory when a second one comes."""
 SQUARES = "sums of squares"
 """Sums of squares on their way from the device."""
 

@@ -70,6 +70,40 @@ class _Region:
         self.owners[part] = owner
 
 
+class _Allocator:
+    """What torch's allocator counts: memory that operations made, each as large as it is now."""
+
+    nbytes = 1 << 40
+    """All there is."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak_nbytes = 0
+
+    def hold(self, made: torch.Tensor) -> None:
+        storage = made.untyped_storage()
+        self._held[id(storage)] = weakref.ref(storage)
+        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
+
+    @property
+    def used_nbytes(self) -> int:
+        held = {key: storage for key, made in self._held.copy().items() if (storage := made()) is not None}
+        for key in self._held.keys() - held.keys():
+            self._held.pop(key, None)
+        return sum(storage.nbytes() for storage in held.values())
+
+    def counts(self, device: object) -> dict[str, dict[str, dict[str, int]]]:
+        used = self.used_nbytes
+        now = {"current": used, "peak": max(self.peak_nbytes, used)}
+        return {kind: {"all": now} for kind in ("allocated_bytes", "active_bytes", "reserved_bytes")}
+
+    def begin_peak(self, device: object) -> None:
+        self.peak_nbytes = 0
+
+    def free_and_total(self, device: object) -> tuple[int, int]:
+        return self.nbytes - self.used_nbytes, self.nbytes
+
+
 class Detector:
     """The clocks and the accesses. Its own lock is not a part of the order."""
 
@@ -79,6 +113,7 @@ class Detector:
         self.unregistered: list[int] = []
         """Bytes of each copy from or into host memory that is not registered: it would hold up the thread that issues it."""
         self.host: dict[int, int] = {}
+        self.allocator = _Allocator()
         self.kept: list[Any] = []
         self._guard = _lock_type()
         self._clocks: dict[Any, Clock] = {}
@@ -251,6 +286,8 @@ class Watch(TorchDispatchMode):
                 (writes if written else reads).extend(_memories(given))
             reads.extend(_memories(kwargs))
             _detector.operation(str(func), reads, writes, made)
+            for one in made:
+                _detector.allocator.hold(one)
             if func is torch.ops.aten._local_scalar_dense.default:
                 current_stream().synchronize()
             if func is torch.ops.aten.copy_.default and not (len(args) > 2 and args[2]):
@@ -314,6 +351,16 @@ class PlayedAccelerator(CudaAccelerator):
         made = super().host_lane(name, waits_for_io=waits_for_io, waits_for_ranks=waits_for_ranks)
         assert isinstance(made, ThreadLane)
         return _WatchedLane(name, begin=made._begin, told=made._told)
+
+    def pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
+        """What is freed when the play is over is not unregistered: there is nobody left who knows of it."""
+        unpin, detector = super().pin(address, nbytes), _detector
+
+        def undo() -> None:
+            if unpin is not None and detector is _detector and torch.cuda.current_stream is current_stream:
+                unpin()
+
+        return undo if unpin is not None else None
 
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> Pending:
         self._note(source)
@@ -384,7 +431,9 @@ def play(monkeypatch: pytest.MonkeyPatch, seed: int = 0, kind: type[PlayedAccele
         "synchronize": synchronize,
         "stream": stream,
         "cudart": lambda: cudart,
-        "mem_get_info": lambda device: (1 << 40, 1 << 40),
+        "mem_get_info": _detector.allocator.free_and_total,
+        "memory_stats_as_nested_dict": _detector.allocator.counts,
+        "reset_peak_memory_stats": _detector.allocator.begin_peak,
     }
     for name, value in plays.items():
         monkeypatch.setattr(torch.cuda, name, value)

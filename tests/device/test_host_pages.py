@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ import torch
 import offload
 from offload.device.host_memory import host_pages
 from offload.errors import BudgetError
-from offload.tiers.memory import HostMemory, MemoryLedger
+from offload.layout import round_up
+from offload.planning.purposes import ACCUMULATED
+from offload.tiers.memory import PAGE_NBYTES, HostMemory, MemoryLedger
 from tests.acceptance.models import stack
 from tests.device import played_cuda
 from tests.small_sizes import small
@@ -83,6 +86,22 @@ def test_only_what_is_registered_is_made(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.warns(RuntimeWarning, match="cudaHostRegister"), offload.initialize(model, optimizer, config) as engine:
         assert made == registered
         assert engine.stats()["host_nbytes"]["optimizer states"] not in made.values()
+
+
+def test_sums_of_micro_batches_are_made_and_registered_when_a_second_one_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may copy them there. They take what the plan says, and nothing before that."""
+    detector = played_cuda.play(monkeypatch)
+    model = stack(width=16, blocks=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = {"parameters": "cpu", "optimizer_states": "cpu", "dtype": "bf16"}
+    with offload.initialize(model, optimizer, config) as engine:
+        before = list(detector.registered.values())
+        for number in range(2):
+            assert ACCUMULATED not in engine.stats()["host_nbytes"] or number
+            engine.backward(model(torch.ones(2, 16, dtype=torch.bfloat16)).float().sum())
+        (made,) = (Counter(detector.registered.values()) - Counter(before)).elements()
+        (planned,) = (line["nbytes"] for line in engine.stats()["planned"] if line["purpose"] == ACCUMULATED)
+        assert made == engine.stats()["host_nbytes"][ACCUMULATED] == round_up(planned, PAGE_NBYTES)
 
 
 @pytest.mark.usefixtures("slices")

@@ -28,7 +28,7 @@ from tests.acceptance.chosen import choosing
 from tests.acceptance.models import Stack, stack, vector_batches
 from tests.device import played_cuda
 from tests.device.played_cuda import PlayedAccelerator, Race, Stream, Watch, play
-from tests.devices import before_each_copy, gradient_buffers
+from tests.devices import before_each_copy, gradient_buffers, says_it_has
 from tests.inside import layout_of
 from tests.small_sizes import small
 
@@ -83,11 +83,17 @@ def in_memory(**options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
         return train(Path(nvme), "device", "device", **options)
 
 
+@pytest.mark.parametrize("room", ["ample", "none"])
 @pytest.mark.parametrize("update", ["step", pytest.param("backward", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("parameters", "states"), EVERY)
-def test_no_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str, update: str) -> None:
+def test_no_race(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str, update: str, room: str
+) -> None:
+    """`room`: on the device, for units that stay and for sums of micro-batches."""
     expected = in_memory(update=update)
     detector = play(monkeypatch)
+    if room == "none":
+        says_it_has(monkeypatch, 0, CudaAccelerator)
     losses, weights = train(tmp_path, parameters, states, update)
     assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
     assert len(detector.operations) > 500, "the detector saw nothing"
@@ -109,6 +115,21 @@ def test_no_race_where_updates_begin_in_backward(
     losses, weights = train(tmp_path, parameters, states, **options)
     assert any(begun), "none began early"
     assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("places", ["cpu", "nvme"])
+def test_sums_of_micro_batches_leave_the_device_for_memory_that_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: str, update: str
+) -> None:
+    """Each chunk's in one copy, which holds nobody up."""
+    expected = in_memory(update=update)
+    play(monkeypatch)
+    left: list[torch.dtype] = []
+    before_each_copy(monkeypatch, CudaAccelerator, "copy_out", lambda destination, source: left.append(source.dtype))
+    losses, weights = train(tmp_path, places, places, update)
+    assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
+    assert torch.float32 in left, "no sum was on the device"
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
