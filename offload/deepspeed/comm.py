@@ -45,16 +45,26 @@ def init_distributed(
 def _tell_accelerate() -> None:
     """Accelerate's `PartialState` calls `init_distributed`, then counts one process if it knows no backend; without a GPU it
     names none. What was started is written where `InitProcessGroupKwargs(backend=...)` would have had it written."""
-    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
-    known = getattr(state, "_shared_state", {})
+    known = _known_to_accelerate()
     if known.get("backend", "") is None:
         known["backend"] = dist.get_backend()
 
 
-def join_launched() -> None:
-    """Start the process group where a launcher started this process and nobody did it yet."""
-    if not dist.is_initialized() and _was_launched():
-        dist.init_process_group(_backend())
+def _known_to_accelerate() -> dict[str, Any]:
+    """What Accelerate, where it is in use, knows of this process and of the others."""
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    known: dict[str, Any] = getattr(state, "_shared_state", {})
+    return known
+
+
+def start_where_expected() -> None:
+    """Start the process group where one is expected and nobody did it yet.
+
+    A launcher's processes expect one, and so do Accelerate and Hugging Face's Trainer where they train with DeepSpeed: in a
+    process that nobody launched they leave it to DeepSpeed, and then gather over it.
+    """
+    if _was_launched() or _known_to_accelerate().get("distributed_type") == "DEEPSPEED":
+        init_distributed()
 
 
 def _was_launched() -> bool:

@@ -62,7 +62,7 @@ def initialize(
         raise AskedWrongly(
             f"deepspeed.initialize requires a model; it is of type {type(model).__name__}: pass a torch.nn.Module."
         )
-    comm.join_launched()
+    comm.start_where_expected()
     _take_device(args)
     said = _settings(args, others)
     trained_by = _optimizer(optimizer, said, model_parameters if model_parameters is not None else model.parameters())

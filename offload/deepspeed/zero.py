@@ -44,7 +44,7 @@ def Init(module: nn.Module | None = None, *, enabled: bool = True, **tuning: Any
 @contextmanager
 def _building(watches: bool) -> Iterator[None]:
     """Every rank draws what rank 0 draws. One that was seeded otherwise goes on with its own random numbers after it."""
-    comm.join_launched()
+    comm.start_where_expected()
     own = None
     if comm.get_world_size() > 1:
         before = torch.get_rng_state()

@@ -155,6 +155,22 @@ def test_a_launched_process_computes_on_the_device_of_its_number(monkeypatch: py
     assert taken == [1]
 
 
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "NO"])
+def test_a_process_group_is_there_where_accelerate_counts_on_one(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """In a process that nobody launched it leaves that to DeepSpeed; test_deepspeed_tools.py has Trainer there."""
+    known = {"distributed_type": kind, "backend": None}
+    state = argparse.Namespace(PartialState=argparse.Namespace(_shared_state=known))
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    engine, *_ = deepspeed.initialize(model=small(), config=CONFIG)
+    try:
+        assert torch.distributed.is_initialized() == (kind == "DEEPSPEED")
+        micro_step(engine)
+        engine.destroy()
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
 def test_the_memory_asked_for_is_that_of_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     sizes = {0: 10, 1: 20, None: 20}

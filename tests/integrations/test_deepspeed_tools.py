@@ -155,6 +155,39 @@ def test_trainer_with_a_config_of_autos_and_its_resume(tmp_path: Path) -> None:
     assert resumed["losses"] == whole["losses"]
 
 
+INSTALLED = "import offload.deepspeed; offload.deepspeed.install()\n"
+
+ON_A_GPU = """
+import os, torch, transformers.trainer
+import offload.deepspeed.comm
+os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+plays = {"is_available": True, "device_count": 1, "current_device": 0, "set_device": None, "empty_cache": None}
+for name, value in plays.items():
+    setattr(torch.cuda, name, lambda *_, value=value: value)
+there = transformers.TrainingArguments
+there.device = property(lambda self: (self._setup_devices, torch.device("cpu"))[1])
+offload.deepspeed.comm._backend = lambda: "gloo"
+"""
+"""Hugging Face's libraries take a GPU for granted, and name NCCL; batches and the engine stay on the CPU."""
+
+WAYS = {
+    "alone": (),
+    "module": ("-m", "offload.deepspeed"),
+    "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
+    "command": ("-c", "from offload.deepspeed.launching import launch; launch()", "--num_gpus", "1", "--no_local_rank"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "played"), [*((way, True) for way in WAYS), ("alone", False)])
+def test_trainer_however_it_is_started(tmp_path: Path, way: str, played: bool) -> None:
+    """Trainer gathers losses over the process group at every log, be it of one process that nobody launched."""
+    (expected,) = run(tmp_path, TRAINER, tmp_path / "out")
+    body = INSTALLED + (ON_A_GPU if played else "") + TRAINER
+    (shown,) = run(tmp_path, body, tmp_path / "again", launcher=WAYS[way])
+    assert shown["losses"] == expected["losses"]
+
+
 PEER_LOOP = """
 import json, sys, torch
 import deepspeed
