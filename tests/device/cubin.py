@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -81,11 +80,11 @@ def _parameters(info: bytes) -> Iterator[int]:
 
 
 def launched() -> dict[str, list[int]]:
-    """The bytes of each argument, by kernel: of one launch of every one of them."""
+    """The bytes of the parameter, by kernel: of one launch of every one of them."""
     found: dict[str, list[int]] = {}
 
-    def launch(name: str, block_count: int, arguments: tuple[Any, ...]) -> None:
-        found[name] = [one.itemsize for one in arguments]
+    def launch(name: str, block_count: int, parameter: bytes) -> None:
+        found[name] = [len(parameter)]
 
     kernels = DeviceKernels(launch)
     sums = torch.zeros(1, dtype=torch.float64)

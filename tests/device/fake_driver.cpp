@@ -19,22 +19,14 @@ int entry_count = 0;
 
 int result(const char* name) { return failing == name ? failing_code : 0; }
 
-template <class T> T value(void** parameters, int index) { return *static_cast<T*>(parameters[index]); }
-
-void run_kernel(const char* name, int blocks, int threads, void** p) {
+void run_kernel(const char* name, int blocks, int threads, void** parameters) {
     int source = 0, target = 0;
-    using P = void*;
-    using F = float;
-    if (std::sscanf(name, "offload_adam_%d_%d", &source, &target) == 2) {
-        run_adam(source, target, blocks, threads, value<P>(p, 0), value<float*>(p, 1), value<float*>(p, 2), value<float*>(p, 3),
-                 value<P>(p, 4), value<long long>(p, 5), value<F>(p, 6), value<F>(p, 7), value<F>(p, 8), value<F>(p, 9), value<F>(p, 10),
-                 value<F>(p, 11), value<F>(p, 12), value<F>(p, 13), value<int>(p, 14), value<int>(p, 15), value<int>(p, 16));
-    } else if (std::sscanf(name, "offload_ingest_%d_%d", &source, &target) == 2) {
-        run_ingest(source, target, blocks, threads, value<P>(p, 0), value<P>(p, 1), value<double*>(p, 2), value<long long>(p, 3),
-                   value<long long>(p, 4), value<int>(p, 5));
-    } else if (std::sscanf(name, "offload_convert_%d_%d", &source, &target) == 2) {
-        run_convert(source, target, blocks, threads, value<P>(p, 0), value<P>(p, 1), value<long long>(p, 2));
-    }
+    if (std::sscanf(name, "offload_adam_%d_%d", &source, &target) == 2)
+        run_adam(source, target, blocks, threads, parameters[0]);
+    else if (std::sscanf(name, "offload_ingest_%d_%d", &source, &target) == 2)
+        run_ingest(source, target, blocks, threads, parameters[0]);
+    else if (std::sscanf(name, "offload_convert_%d_%d", &source, &target) == 2)
+        run_convert(source, target, blocks, threads, parameters[0]);
 }
 
 } // namespace
@@ -70,14 +62,15 @@ int cuDevicePrimaryCtxRetain(void** context, int device) {
     return result("cuDevicePrimaryCtxRetain");
 }
 int cuCtxPushCurrent_v2(void* context) {
-    contexts.push_back(context);
-    return result("cuCtxPushCurrent_v2");
+    const int code = result("cuCtxPushCurrent_v2");
+    if (code == 0) contexts.push_back(context);
+    return code;
 }
 int cuCtxPopCurrent_v2(void** context) {
     if (contexts.empty()) return 201; // CUDA_ERROR_INVALID_CONTEXT
     *context = contexts.back();
     contexts.pop_back();
-    return 0;
+    return result("cuCtxPopCurrent_v2");
 }
 int cuModuleLoad(void** module, const char* path) {
     if (contexts.empty() || contexts.back() != &context_of_device) return 201;

@@ -11,6 +11,7 @@
 
 #define __device__
 #define __global__
+#define __grid_constant__
 
 struct float4 {
     float x, y, z, w;
@@ -103,39 +104,36 @@ template <class Kernel> void launch(int blocks, int threads, bool together, cons
     for (std::thread& one : running) one.join();
 }
 
-using Adam = void (*)(const void*, float*, float*, float*, void*, long long, float, float, float, float, float, float, float, float, int,
-                      int, int);
-using Ingest = void (*)(void*, const void*, double*, long long, long long, int);
-using Convert = void (*)(void*, const void*, long long);
+template <class Parameter> using Kernel = void (*)(Parameter);
 
 #define ROW(what, source) {what##_##source##_0, what##_##source##_1, what##_##source##_2, what##_##source##_3}
-const Adam adam_kernels[3][4] = {ROW(offload_adam, 0), ROW(offload_adam, 1), ROW(offload_adam, 2)};
-const Ingest ingest_kernels[3][4] = {ROW(offload_ingest, 0), ROW(offload_ingest, 1), ROW(offload_ingest, 2)};
-const Convert convert_kernels[3][3] = {{nullptr, offload_convert_0_1, offload_convert_0_2},
-                                       {offload_convert_1_0, nullptr, offload_convert_1_2},
-                                       {offload_convert_2_0, offload_convert_2_1, nullptr}};
+const Kernel<Adam> adam_kernels[3][4] = {ROW(offload_adam, 0), ROW(offload_adam, 1), ROW(offload_adam, 2)};
+const Kernel<Ingest> ingest_kernels[3][4] = {ROW(offload_ingest, 0), ROW(offload_ingest, 1), ROW(offload_ingest, 2)};
+const Kernel<Convert> convert_kernels[3][3] = {{nullptr, offload_convert_0_1, offload_convert_0_2},
+                                               {offload_convert_1_0, nullptr, offload_convert_1_2},
+                                               {offload_convert_2_0, offload_convert_2_1, nullptr}};
+
+// `bytes`: of the parameter.
+template <class Parameter> void launch_with(Kernel<Parameter> kernel, int blocks, int threads, bool together, const void* bytes) {
+    Parameter parameter;
+    std::memcpy(&parameter, bytes, sizeof parameter);
+    launch(blocks, threads, together, [&] { kernel(parameter); });
+}
 
 } // namespace
 
 extern "C" {
 
-void run_adam(int source, int target, int blocks, int threads, const void* grad, float* master, float* exp_avg, float* exp_avg_sq,
-              void* emit, long long numel, float a, float b, float c, float d, float e, float f, float g, float h, int l2, int lerp,
-              int aligned) {
-    const Adam kernel = adam_kernels[source][target];
-    launch(blocks, threads, false,
-           [=] { kernel(grad, master, exp_avg, exp_avg_sq, emit, numel, a, b, c, d, e, f, g, h, l2, lerp, aligned); });
+void run_adam(int source, int target, int blocks, int threads, const void* parameter) {
+    launch_with(adam_kernels[source][target], blocks, threads, false, parameter);
 }
 
-void run_ingest(int source, int target, int blocks, int threads, void* dst, const void* src, double* sums, long long numel,
-                long long offset, int accumulate) {
-    const Ingest kernel = ingest_kernels[source][target];
-    launch(blocks, threads, true, [=] { kernel(dst, src, sums, numel, offset, accumulate); });
+void run_ingest(int source, int target, int blocks, int threads, const void* parameter) {
+    launch_with(ingest_kernels[source][target], blocks, threads, true, parameter);
 }
 
-void run_convert(int source, int target, int blocks, int threads, void* dst, const void* src, long long numel) {
-    const Convert kernel = convert_kernels[source][target];
-    launch(blocks, threads, false, [=] { kernel(dst, src, numel); });
+void run_convert(int source, int target, int blocks, int threads, const void* parameter) {
+    launch_with(convert_kernels[source][target], blocks, threads, false, parameter);
 }
 
 } // extern "C"

@@ -9,16 +9,14 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from offload.device.arithmetic.compiled_kernels import SOURCE, DeviceKernels
+from offload.device.arithmetic.driver import PARAMETER_NBYTES
 
 THREADS = 64
 """Of a block: two warps, and few enough for one host thread each."""
-_C_TYPES = {np.uint64: ctypes.c_void_p, np.int64: ctypes.c_longlong, np.int32: ctypes.c_int, np.float32: ctypes.c_float}
 
 
 @functools.lru_cache
@@ -41,12 +39,12 @@ class HostLauncher:
     def __init__(self, block_limit: int = 3) -> None:
         self._library, self._block_limit = library(), block_limit
 
-    def __call__(self, name: str, block_count: int, arguments: tuple[Any, ...]) -> None:
+    def __call__(self, name: str, block_count: int, parameter: bytes) -> None:
         what, source, target = name.removeprefix("offload_").split("_")
         function = getattr(self._library, f"run_{what}")
         function.restype = None
         leading = (int(source), int(target), min(block_count, self._block_limit), THREADS)
-        function(*map(ctypes.c_int, leading), *(_C_TYPES[type(one)](one.item()) for one in arguments))
+        function(*map(ctypes.c_int, leading), ctypes.create_string_buffer(parameter, PARAMETER_NBYTES))
 
 
 def host_kernels(block_limit: int = 3) -> DeviceKernels:

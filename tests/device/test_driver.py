@@ -11,7 +11,6 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ctypes.C
     (kernel_files_under(monkeypatch, tmp_path) / "offload_cuda_kernels.fatbin").write_bytes(b"\x50\xed\x55\xba")
     driver_is(monkeypatch, found._name)
     no_kernels_loaded(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: {1: SimpleNamespace(cuda_stream=STREAM)}[index])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", {1: STREAM}.__getitem__, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     full, empty = torch.full, torch.empty
     monkeypatch.setattr(torch, "full", lambda *given, device=None, **named: full(*given, **named))
@@ -105,13 +104,22 @@ def test_a_launch_goes_to_torchs_stream_in_the_devices_context(played: ctypes.CD
 def test_a_grid_is_no_larger_than_it_may_be(played: ctypes.CDLL) -> None:
     src, dst = torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)
     launcher = Launcher(Path("k"), 1)
-    arguments: list[tuple[object, ...]] = []
-    DeviceKernels(lambda name, blocks, given: arguments.append(given)).convert(dst, src)
-    launcher("offload_convert_0_1", 1 << 40, arguments[0])
+    parameters: list[bytes] = []
+    DeviceKernels(lambda name, blocks, parameter: parameters.append(parameter)).convert(dst, src)
+    launcher("offload_convert_0_1", 1 << 40, parameters[0])
     assert f" {1 << 20} 256 " in played.fake_log().decode()
 
 
-@pytest.mark.parametrize("name", sorted(set(driver._SIGNATURES) - {"cuCtxPopCurrent_v2", "cuGetErrorName", "cuGetErrorString"}))
+@pytest.mark.parametrize("name", ["cuCtxPushCurrent_v2", "cuLaunchKernel", "cuCtxPopCurrent_v2"])
+def test_a_launch_that_fails_leaves_the_context(played: ctypes.CDLL, name: str) -> None:
+    launch = made()
+    played.fake_fail(name.encode(), 700)
+    with pytest.raises(DriverError, match=rf"{name}.* failed on cuda:1 with CUDA error 700, CUDA_ERROR_ILLEGAL_ADDRESS: an il"):
+        launch.convert(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4))
+    assert played.fake_context_depth() == 0
+
+
+@pytest.mark.parametrize("name", sorted(set(driver._SIGNATURES) - {"cuGetErrorName", "cuGetErrorString"}))
 def test_every_code_is_looked_at(played: ctypes.CDLL, name: str) -> None:
     """A call that fails is named with the code's own name and words; at `prepare` it is a warning, once, and torch does it."""
     played.fake_fail(name.encode(), 700)

@@ -102,6 +102,22 @@ def test_every_sixteen_bit_pattern_and_every_tie() -> None:
             assert exact.same_bits(narrow, expected)
 
 
+def test_numbers_that_are_equal_and_not_the_same() -> None:
+    """What is kept of a step's numbers is known by their bits: of a learning rate of -0 a weight of -0 becomes another zero."""
+    found = []
+    for lr in (0.0, -0.0):
+        expected, ours = (Case(65, 5, grad=torch.float32, emit=None, specials=False) for _ in range(2))
+        for one in (expected, ours):
+            one.master.fill_(-0.0)
+        hyper = adam(lr, 0.9, 0.999, 1e-8, 0.0, True)
+        update([expected.segment(hyper, 1, 1.0)])
+        host_kernels().adam(ours.segment(hyper, 1, 1.0))
+        for one, other in zip(ours.results(), expected.results(), strict=True):
+            assert exact.same_bits(one, other)
+        found.append(ours.master)
+    assert not exact.same_bits(*found)
+
+
 def test_a_launch_of_nothing_is_no_launch() -> None:
     def launch(*_: object) -> None:
         raise AssertionError("launched")

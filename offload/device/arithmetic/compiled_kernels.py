@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import lru_cache
 from pathlib import Path
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from offload import _native_library
 from offload.device.arithmetic.driver import Kernels
-from offload.device.arithmetic.rules import Hyper
+from offload.device.arithmetic.rules import Hyper, Rule
 from offload.device.arithmetic.segment import Segment
 
 SOURCE = Path(__file__).parent / "cuda_kernels" / "kernels.cu"
@@ -34,6 +36,13 @@ _THREADS = 256
 _BLOCKS_MOST = 1 << 20
 _BLOCK_NUMEL = 4096
 _WARP = 32
+
+# The parameters of kernels.cu, field by field.
+_ADAM, _SCALARS = Struct("=5Qq"), Struct("=8f2i")
+_INGEST = Struct("=3Q2qi4x")
+_FLAG = Struct("=i4x")
+_CONVERT = Struct("=2Qq")
+_NUMBERS = Struct("=5d?qd")
 
 
 class AdamScalars(NamedTuple):
@@ -71,6 +80,25 @@ class AdamScalars(NamedTuple):
             lerp_from_grad=np.int32(lerp_from_grad),
         )
 
+    def packed(self) -> bytes:
+        """As the kernel has them."""
+        return _SCALARS.pack(*(one.item() for one in self))
+
+
+def scalars_of(segment: Segment) -> bytes:
+    """Packed; most segments of a step have the same."""
+    hyper = segment.hyper
+    numbers = hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay
+    return _packed_scalars(_NUMBERS.pack(*numbers, hyper.decoupled, segment.step, segment.signed_factor))
+
+
+@lru_cache
+def _packed_scalars(numbers: bytes) -> bytes:
+    """By the bits of the numbers: of two zeros that are equal each has its own."""
+    lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_factor = _NUMBERS.unpack(numbers)
+    hyper = Hyper(Rule.ADAM, lr, beta1, beta2, eps, weight_decay, decoupled=decoupled)
+    return AdamScalars.of(hyper, step, grad_factor).packed()
+
 
 class Launcher:
     """Calls an entry point by name on torch's current stream of a device."""
@@ -78,9 +106,9 @@ class Launcher:
     def __init__(self, path: Path, device_index: int) -> None:
         self._kernels, self._device_index = Kernels(path, entry_points(), device_index), device_index
 
-    def __call__(self, name: str, block_count: int, arguments: tuple[Any, ...]) -> None:
-        stream = torch.cuda.current_stream(self._device_index).cuda_stream
-        self._kernels.launch(name, min(block_count, _BLOCKS_MOST), _THREADS, stream, arguments)
+    def __call__(self, name: str, block_count: int, parameter: bytes) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self._device_index)  # the address alone: no object is made for it
+        self._kernels.launch(name, min(block_count, _BLOCKS_MOST), _THREADS, stream, parameter)
 
 
 def entry_points() -> list[str]:
@@ -94,7 +122,7 @@ class DeviceKernels:
     """The launches, with the contracts of `arithmetic/kernels.py`. Tensors are 1-D and contiguous, on one device."""
 
     def __init__(self, launch: Any) -> None:
-        """`launch(name, block_count, arguments)`: a `Launcher`, or what stands in for one in tests."""
+        """`launch(name, block_count, parameter)`: a `Launcher`, or what stands in for one in tests."""
         self._launch = launch
 
     def adam(self, segment: Segment) -> None:
@@ -106,24 +134,22 @@ class DeviceKernels:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         aligned = all(address % 16 == 0 for address in addresses)
         name = f"offload_adam_{_CODES[segment.grad.dtype]}_{_NO_TENSOR if emit is None else _CODES[emit.dtype]}"
-        scalars = AdamScalars.of(segment.hyper, segment.step, segment.signed_factor)
-        arguments = (*map(np.uint64, addresses), np.int64(numel), *scalars, np.int32(aligned))
-        self._launch(name, -(-numel // (4 * _THREADS)), arguments)
+        parameter = _ADAM.pack(*addresses, numel) + scalars_of(segment) + _FLAG.pack(aligned)
+        self._launch(name, -(-numel // (4 * _THREADS)), parameter)
 
     def ingest(self, dst: Tensor | None, src: Tensor, offset: int, accumulate: bool, sums: Tensor) -> None:
         """Store or add `src`, sum the squares; `offset`: of the first element in the first block."""
         name = f"offload_ingest_{_CODES[src.dtype]}_{_NO_TENSOR if dst is None else _CODES[dst.dtype]}"
         addresses = (0 if dst is None else dst.data_ptr(), src.data_ptr(), sums.data_ptr())
-        arguments = (*map(np.uint64, addresses), np.int64(src.numel()), np.int64(offset), np.int32(accumulate))
         warps = -(-(offset + src.numel()) // _BLOCK_NUMEL)
-        self._launch(name, -(-warps * _WARP // _THREADS), arguments)
+        self._launch(name, -(-warps * _WARP // _THREADS), _INGEST.pack(*addresses, src.numel(), offset, accumulate))
 
     def convert(self, dst: Tensor, src: Tensor) -> None:
         """dst = src in dst's dtype."""
         if src.numel() == 0:
             return
-        arguments = (np.uint64(dst.data_ptr()), np.uint64(src.data_ptr()), np.int64(src.numel()))
-        self._launch(f"offload_convert_{_CODES[src.dtype]}_{_CODES[dst.dtype]}", -(-src.numel() // _THREADS), arguments)
+        parameter = _CONVERT.pack(dst.data_ptr(), src.data_ptr(), src.numel())
+        self._launch(f"offload_convert_{_CODES[src.dtype]}_{_CODES[dst.dtype]}", -(-src.numel() // _THREADS), parameter)
 
 
 _prepared: dict[int, DeviceKernels | None] = {}

@@ -113,7 +113,16 @@ template <int Dtype> __device__ inline void store4(void* base, Index group, cons
 // What native/src/update.cpp calls UpdateScalars.
 struct AdamScalars {
     float grad_factor, weight_decay, lerp_coefficient, beta2, one_minus_beta2, sqrt_bias_correction2, eps, negative_step_size;
-    bool l2, lerp_from_grad;
+    int l2, lerp_from_grad;
+};
+
+struct Adam {
+    const void* grad;
+    float *master, *exp_avg, *exp_avg_sq;
+    void* emit;
+    Index numel;
+    AdamScalars scalars;
+    int aligned, unused;
 };
 
 __device__ inline void adam_element(const AdamScalars& c, float gradient, float& p, float& m, float& v) {
@@ -130,28 +139,27 @@ __device__ inline void adam_element(const AdamScalars& c, float gradient, float&
     p = __fadd_rn(p, __fdiv_rn(__fmul_rn(c.negative_step_size, m), denominator));
 }
 
-template <int GradDtype, int EmitDtype> __device__ void adam(const AdamScalars& scalars, const void* grad, float* master, float* exp_avg,
-                                                             float* exp_avg_sq, void* emit, Index numel, bool aligned) {
+template <int GradDtype, int EmitDtype> __device__ void adam(const Adam& a) {
     const Index stride = static_cast<Index>(gridDim.x) * blockDim.x;
     const Index first = static_cast<Index>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const Index groups = aligned ? numel / 4 : 0;
+    const Index groups = a.aligned != 0 ? a.numel / 4 : 0;
     for (Index group = first; group < groups; group += stride) {
         float g[4], p[4], m[4], v[4];
-        load4<GradDtype>(grad, group, g);
-        load4<OFFLOAD_F32>(master, group, p);
-        load4<OFFLOAD_F32>(exp_avg, group, m);
-        load4<OFFLOAD_F32>(exp_avg_sq, group, v);
-        for (int j = 0; j < 4; ++j) adam_element(scalars, g[j], p[j], m[j], v[j]);
-        store4<OFFLOAD_F32>(master, group, p);
-        store4<OFFLOAD_F32>(exp_avg, group, m);
-        store4<OFFLOAD_F32>(exp_avg_sq, group, v);
-        if constexpr (EmitDtype != OFFLOAD_NONE) store4<EmitDtype>(emit, group, p);
+        load4<GradDtype>(a.grad, group, g);
+        load4<OFFLOAD_F32>(a.master, group, p);
+        load4<OFFLOAD_F32>(a.exp_avg, group, m);
+        load4<OFFLOAD_F32>(a.exp_avg_sq, group, v);
+        for (int j = 0; j < 4; ++j) adam_element(a.scalars, g[j], p[j], m[j], v[j]);
+        store4<OFFLOAD_F32>(a.master, group, p);
+        store4<OFFLOAD_F32>(a.exp_avg, group, m);
+        store4<OFFLOAD_F32>(a.exp_avg_sq, group, v);
+        if constexpr (EmitDtype != OFFLOAD_NONE) store4<EmitDtype>(a.emit, group, p);
     }
-    for (Index i = 4 * groups + first; i < numel; i += stride) {
-        float p = master[i], m = exp_avg[i], v = exp_avg_sq[i];
-        adam_element(scalars, load<GradDtype>(grad, i), p, m, v);
-        master[i] = p, exp_avg[i] = m, exp_avg_sq[i] = v;
-        if constexpr (EmitDtype != OFFLOAD_NONE) store<EmitDtype>(emit, i, p);
+    for (Index i = 4 * groups + first; i < a.numel; i += stride) {
+        float p = a.master[i], m = a.exp_avg[i], v = a.exp_avg_sq[i];
+        adam_element(a.scalars, load<GradDtype>(a.grad, i), p, m, v);
+        a.master[i] = p, a.exp_avg[i] = m, a.exp_avg_sq[i] = v;
+        if constexpr (EmitDtype != OFFLOAD_NONE) store<EmitDtype>(a.emit, i, p);
     }
 }
 
@@ -176,60 +184,62 @@ __device__ inline double ingest_batch(void* dst, const void* src, Index i, bool 
     return total;
 }
 
-// One warp for each block of 4096 flat indices; `offset` is the first element's index within the first block, a multiple
-// of 64, so that the lane of element i is i % 32.
-template <int SrcDtype, int DstDtype>
-__device__ void ingest(void* dst, const void* src, double* sums, Index numel, Index offset, bool accumulate) {
+// `offset` is the first element's index within the first block of 4096 flat indices, a multiple of 64, so that the lane of
+// element i is i % 32.
+struct Ingest {
+    void* dst;
+    const void* src;
+    double* sums;
+    Index numel, offset;
+    int accumulate, unused;
+};
+
+// One warp for each block.
+template <int SrcDtype, int DstDtype> __device__ void ingest(const Ingest& a) {
     const int lane = static_cast<int>(threadIdx.x) % kLanes;
     const Index warps_per_block = blockDim.x / kLanes;
-    const Index blocks = (offset + numel + kBlockNumel - 1) / kBlockNumel;
+    const Index blocks = (a.offset + a.numel + kBlockNumel - 1) / kBlockNumel;
     for (Index block = blockIdx.x * warps_per_block + threadIdx.x / kLanes; block < blocks; block += gridDim.x * warps_per_block) {
-        const Index low = block * kBlockNumel - offset, high = low + kBlockNumel;
-        const Index end = high < numel ? high : numel;
+        const Index low = block * kBlockNumel - a.offset, high = low + kBlockNumel;
+        const Index end = high < a.numel ? high : a.numel;
         Index i = (low < 0 ? 0 : low) + lane;
         double total = 0.0;
         for (; i + (kBatch - 1) * kLanes < end; i += kBatch * kLanes)
-            total = ingest_batch<SrcDtype, DstDtype, kBatch>(dst, src, i, accumulate, total);
-        for (; i < end; i += kLanes) total = ingest_batch<SrcDtype, DstDtype, 1>(dst, src, i, accumulate, total);
+            total = ingest_batch<SrcDtype, DstDtype, kBatch>(a.dst, a.src, i, a.accumulate != 0, total);
+        for (; i < end; i += kLanes) total = ingest_batch<SrcDtype, DstDtype, 1>(a.dst, a.src, i, a.accumulate != 0, total);
         // Lane i < width gets lane i + width; what the others get is not used.
         for (int width = kLanes / 2; width >= 1; width /= 2)
             total = __dadd_rn(total, __shfl_down_sync(0xffffffffu, total, static_cast<unsigned int>(width)));
-        if (lane == 0) sums[block] = total;
+        if (lane == 0) a.sums[block] = total;
     }
 }
 
 // ---- casts
 
-template <int SrcDtype, int DstDtype> __device__ void convert(void* dst, const void* src, Index numel) {
+struct Convert {
+    void* dst;
+    const void* src;
+    Index numel;
+};
+
+template <int SrcDtype, int DstDtype> __device__ void convert(const Convert& a) {
     const Index stride = static_cast<Index>(gridDim.x) * blockDim.x;
-    for (Index i = static_cast<Index>(blockIdx.x) * blockDim.x + threadIdx.x; i < numel; i += stride)
-        store<DstDtype>(dst, i, load<SrcDtype>(src, i));
+    for (Index i = static_cast<Index>(blockIdx.x) * blockDim.x + threadIdx.x; i < a.numel; i += stride)
+        store<DstDtype>(a.dst, i, load<SrcDtype>(a.src, i));
 }
 
 } // namespace
 
-// ---- entry points: offload_<what>_<dtype codes>
+// ---- entry points: offload_<what>_<dtype codes>. Each has one parameter, whose bytes a launch puts together.
 
 #define OFFLOAD_ADAM(GRAD, EMIT)                                                                                                           \
-    extern "C" __global__ void offload_adam_##GRAD##_##EMIT(                                                                               \
-        const void* grad, float* master, float* exp_avg, float* exp_avg_sq, void* emit, long long numel, float grad_factor,                \
-        float weight_decay, float lerp_coefficient, float beta2, float one_minus_beta2, float sqrt_bias_correction2, float eps,            \
-        float negative_step_size, int l2, int lerp_from_grad, int aligned) {                                                               \
-        const AdamScalars scalars = {grad_factor,           weight_decay, lerp_coefficient,   beta2,   one_minus_beta2,                    \
-                                     sqrt_bias_correction2, eps,          negative_step_size, l2 != 0, lerp_from_grad != 0};               \
-        adam<GRAD, EMIT>(scalars, grad, master, exp_avg, exp_avg_sq, emit, numel, aligned != 0);                                           \
-    }
+    extern "C" __global__ void offload_adam_##GRAD##_##EMIT(const __grid_constant__ Adam all) { adam<GRAD, EMIT>(all); }
 
 #define OFFLOAD_INGEST(SRC, DST)                                                                                                           \
-    extern "C" __global__ void offload_ingest_##SRC##_##DST(void* dst, const void* src, double* sums, long long numel, long long offset,   \
-                                                            int accumulate) {                                                              \
-        ingest<SRC, DST>(dst, src, sums, numel, offset, accumulate != 0);                                                                  \
-    }
+    extern "C" __global__ void offload_ingest_##SRC##_##DST(const __grid_constant__ Ingest all) { ingest<SRC, DST>(all); }
 
 #define OFFLOAD_CONVERT(SRC, DST)                                                                                                          \
-    extern "C" __global__ void offload_convert_##SRC##_##DST(void* dst, const void* src, long long numel) {                                \
-        convert<SRC, DST>(dst, src, numel);                                                                                                \
-    }
+    extern "C" __global__ void offload_convert_##SRC##_##DST(const __grid_constant__ Convert all) { convert<SRC, DST>(all); }
 
 // clang-format off
 #define OFFLOAD_EACH(DTYPE)                                                                                                                \
