@@ -9,13 +9,20 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import permutations
 
 import torch
 
-from offload.device.arithmetic.compiled_kernels import DeviceKernels
-from tests.native.adam_cases import HYPER, Case
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from offload.device.arithmetic.compiled_kernels import (
+    ADAM_PIECES_MOST,
+    INGEST_PIECES_MOST,
+    NO_TENSOR,
+    AdamPiece,
+    DeviceKernels,
+    IngestPiece,
+    scalars_of,
+)
+from offload.device.arithmetic.flat import DTYPE_CODES
 
 _MACHINE = 190  # EM_CUDA
 _HEADER = struct.Struct("<4s12x2HI3QI6H")
@@ -80,20 +87,20 @@ def _parameters(info: bytes) -> Iterator[int]:
 
 
 def launched() -> dict[str, list[int]]:
-    """The bytes of the parameter, by kernel: of one launch of every one of them."""
+    """The bytes of the parameter, by kernel: of one launch of every one of them, with as many pieces as it takes."""
     found: dict[str, list[int]] = {}
 
     def launch(name: str, block_count: int, parameter: bytes) -> None:
-        found[name] = [len(parameter)]
+        found.setdefault(name, [len(parameter)])
 
-    kernels = DeviceKernels(launch)
-    sums = torch.zeros(1, dtype=torch.float64)
-    for source in DTYPES:
-        for target in (None, *DTYPES):
-            values = torch.zeros(8, dtype=source)
-            kept = None if target is None else torch.zeros(8, dtype=target)
-            kernels.adam(Case(8, 1, grad=source, emit=target, specials=False).segment(HYPER, 1, 1.0))
-            kernels.ingest(kept, values, 0, False, sums)
-            if kept is not None and source != target:
-                kernels.convert(kept, values)
+    compiled = DeviceKernels(launch)
+    codes = DTYPE_CODES.values()
+    adam_pieces = (ADAM_PIECES_MOST + 1) * [AdamPiece(0, 0, 0, 0, 0, 1, scalars_of(*5 * (0.5,), True, 1, 1.0))]
+    ingest_pieces = (INGEST_PIECES_MOST + 1) * [IngestPiece(0, 0, 0, 1, 0)]
+    for source in codes:
+        for target in (*codes, NO_TENSOR):
+            compiled.adam(source, target, adam_pieces)
+            compiled.ingest(source, target, ingest_pieces, accumulate=False)
+    for source, target in permutations(DTYPE_CODES, 2):
+        compiled.convert(torch.zeros(8, dtype=target), torch.zeros(8, dtype=source))
     return found

@@ -8,12 +8,16 @@ import functools
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from offload.device.arithmetic import compiled_kernels, ingest_table, kernels, optimizer_step
 from offload.device.arithmetic.compiled_kernels import SOURCE, DeviceKernels
 from offload.device.arithmetic.driver import PARAMETER_NBYTES
+from offload.step.updates import chunk_arithmetic
 
 THREADS = 64
 """Of a block: two warps, and few enough for one host thread each."""
@@ -49,3 +53,13 @@ class HostLauncher:
 
 def host_kernels(block_limit: int = 3) -> DeviceKernels:
     return DeviceKernels(HostLauncher(block_limit))
+
+
+@contextmanager
+def launched_by(compiled: DeviceKernels) -> Iterator[None]:
+    """What is computed on CPU tensors is launched, as of a device's, rather than done by the native library."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_kernels, "of", lambda device: compiled)
+        for module in (kernels, optimizer_step, ingest_table, chunk_arithmetic):
+            patch.setattr(module, "uses_native", lambda tensor: False)
+        yield

@@ -19,7 +19,7 @@ from offload.device.arithmetic import compiled_kernels, driver, kernels
 from offload.device.arithmetic.compiled_kernels import DeviceKernels, Launcher
 from offload.device.arithmetic.driver import DriverError
 from offload.device.arithmetic.optimizer_step import update
-from tests.device.host_kernels import library
+from tests.device.host_kernels import launched_by, library
 from tests.device.kernel_files import kernel_files_under, no_kernels_loaded
 from tests.native import exact
 from tests.native.adam_cases import HYPER, Case
@@ -63,7 +63,8 @@ def test_adam_through_the_driver(played: ctypes.CDLL, grad: torch.dtype, emit: t
     """Every argument reaches its parameter: the results are the CPU's, to the bit."""
     expected, ours = (Case(137, 3, grad=grad, emit=emit, specials=True) for _ in range(2))
     update([expected.segment(HYPER, 7, 0.3)])
-    made().adam(ours.segment(HYPER, 7, 0.3))
+    with launched_by(made()):
+        update([ours.segment(HYPER, 7, 0.3)])
     for one, other in zip(ours.results(), expected.results(), strict=True):
         assert exact.same_bits(one, other)
 
@@ -74,11 +75,28 @@ def test_ingest_and_casts_through_the_driver(played: ctypes.CDLL, accumulate: bo
     ours, expected = (torch.ones(9001, dtype=torch.bfloat16) for _ in range(2))
     expected_sums = kernels.ingest_async(expected, src, 4032, accumulate)
     sums = torch.full_like(expected_sums, -1.0)
-    made().ingest(ours, src, 4032, accumulate, sums)
+    with launched_by(made()):
+        kernels.ingest_async(ours, src, 4032, accumulate, sums)
     assert exact.same_bits(ours, expected) and exact.same_bits(sums, expected_sums)
     made().convert(ours, src)
     kernels.convert(expected, src)
     assert exact.same_bits(ours, expected)
+
+
+def test_pieces_through_the_driver(played: ctypes.CDLL) -> None:
+    """The longest parameter, and then a short one in the memory of the same thread."""
+    count = compiled_kernels.ADAM_PIECES_MOST + 1
+    expected, ours = ([Case(5, seed, grad=torch.float32, emit=None, specials=True) for seed in range(count)] for _ in range(2))
+    update([one.segment(HYPER, 7, 0.3) for one in expected])
+    parts = [(None, one.grad, 0) for one in ours for _ in range(3)]
+    with launched_by(made()):
+        update([one.segment(HYPER, 7, 0.3) for one in ours])
+        sums = kernels.ingest_all(parts)
+    for one, other in zip(ours, expected, strict=True):
+        assert all(exact.same_bits(*both) for both in zip(one.results(), other.results(), strict=True))
+    assert all(exact.same_bits(*both) for both in zip(sums, kernels.ingest_all(parts), strict=True))
+    names = [line.split()[1] for line in played.fake_log().decode().splitlines()]
+    assert names[1:] == 2 * ["offload_adam_0_3"] + 2 * ["offload_ingest_0_3"]
 
 
 def test_a_launch_goes_to_torchs_stream_in_the_devices_context(played: ctypes.CDLL) -> None:

@@ -5,13 +5,21 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 
+import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from offload.device.arithmetic import compiled_kernels, kernels
+from offload.device.arithmetic import kernels
+from offload.device.arithmetic.compiled_kernels import ADAM_PIECES_MOST, INGEST_PIECES_MOST, DeviceKernels
+from offload.device.arithmetic.ingest_table import IngestTable
 from offload.device.arithmetic.optimizer_step import update
-from tests.device.host_kernels import host_kernels
+from offload.device.arithmetic.records import RecordFormat
+from offload.device.arithmetic.rules import Hyper, Rule
+from offload.device.arithmetic.segment import StateFormat
+from offload.device.arithmetic.step_table import JoinedTable, Span, StepTable
+from tests.device.host_kernels import HostLauncher, host_kernels, launched_by
 from tests.native import exact
 from tests.native.adam_cases import HYPER, Case, adam, segment
 
@@ -43,7 +51,8 @@ def test_adam(
             tensor = getattr(ours, name)
             setattr(ours, name, None if tensor is None else tensor.clone())
     update([expected.segment(hyper, step, factor)])
-    host_kernels().adam(ours.segment(hyper, step, factor))
+    with launched_by(host_kernels()):
+        update([ours.segment(hyper, step, factor)])
     for one, other in zip(ours.results(), expected.results(), strict=True):
         assert exact.same_bits(one, other)
 
@@ -65,7 +74,8 @@ def test_ingest(numel: int, start: int, source: torch.dtype, target: torch.dtype
     ours = None if dst is None else dst.clone()
     expected_sums = kernels.ingest_async(dst, src, start, accumulate)
     sums = torch.full_like(expected_sums, -1.0)
-    host_kernels().ingest(ours, src, start % kernels.BLOCK_NUMEL, accumulate, sums)
+    with launched_by(host_kernels()):
+        kernels.ingest_async(ours, src, start, accumulate, sums)
     assert exact.same_bits(sums, expected_sums)
     if dst is not None and ours is not None:
         assert exact.same_bits(ours, dst)
@@ -81,7 +91,8 @@ def test_ingest_in_place() -> None:
     values = exact.rough_values(9000, torch.Generator().manual_seed(1), specials=True)
     before = values.clone()
     sums = torch.empty(3, dtype=torch.float64)
-    host_kernels().ingest(values, values, 0, False, sums)
+    with launched_by(host_kernels()):
+        kernels.ingest_async(values, values, 0, False, sums)
     assert exact.same_bits(values, before) and exact.same_bits(sums, kernels.ingest_async(None, before, 0, False))
 
 
@@ -102,6 +113,131 @@ def test_every_sixteen_bit_pattern_and_every_tie() -> None:
             assert exact.same_bits(narrow, expected)
 
 
+class Counted(HostLauncher):
+    """`names`: of what was launched, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __call__(self, name: str, block_count: int, parameter: bytes) -> None:
+        self.names.append(name)
+        super().__call__(name, block_count, parameter)
+
+
+def test_adam_of_many_pieces() -> None:
+    """More than one launch takes, of several sizes, dtypes and numbers: those of one dtype together."""
+    hypers, numels = [HYPER, adam(1e-2, 0.4, 0.99, 1e-6, 0.0, False)], [1, 1023, 1024, 1025, 4097, 64, 3000]
+    made = [
+        [
+            Case(numels[number % 7] if number else 0, number, grad=DTYPES[number % 2], emit=None, specials=True)
+            for number in range(2 * ADAM_PIECES_MOST + 9)
+        ]
+        for _ in range(2)
+    ]
+    expected, ours = ([one.segment(hypers[k % 3 % 2], 1 + k % 4, 0.3) for k, one in enumerate(cases)] for cases in made)
+    for one in expected:
+        update([one])
+    launcher = Counted()
+    with launched_by(DeviceKernels(launcher)):
+        update(ours)
+    assert sorted(launcher.names) == 2 * ["offload_adam_0_3"] + 2 * ["offload_adam_1_3"]
+    for case, other in zip(*made, strict=True):
+        for result, wanted in zip(case.results(), other.results(), strict=True):
+            assert exact.same_bits(result, wanted)
+
+
+def test_ingest_of_many_pieces() -> None:
+    """More than one launch takes, of several sizes and dtypes, some with a place to go to: those alike together."""
+    generator = torch.Generator().manual_seed(4)
+    numels = [1, 64, 4096, 4097, 9000, 0, 200]
+    parts = []
+    for number in range(3 * INGEST_PIECES_MOST):
+        src = exact.rough_values(numels[number % 7], generator, specials=True).to(DTYPES[number % 2])
+        dst = torch.full((src.numel(),), 7.0, dtype=torch.bfloat16) if number % 2 else None
+        parts.append((dst, src, 64 * (number * 37 % 200)))
+    ours = [(None if dst is None else dst.clone(), src, start) for dst, src, start in parts]
+    expected = [kernels.ingest_async(dst, src, start, False) for dst, src, start in parts]
+    launcher = Counted()
+    with launched_by(DeviceKernels(launcher)):
+        found = kernels.ingest_all(ours)
+    assert sorted(launcher.names) == 2 * ["offload_ingest_0_3"] + 2 * ["offload_ingest_1_1"]
+    for one, other in zip(found, expected, strict=True):
+        assert exact.same_bits(one, other)
+    for (dst, _, _), (wanted, _, _) in zip(ours, parts, strict=True):
+        assert dst is None or (wanted is not None and exact.same_bits(dst, wanted))
+
+
+def test_a_table_of_gradients_is_one_launch() -> None:
+    """For each dtype of theirs; also of some of them, in any order."""
+    parts, position = [], 0
+    for start, numel in ((128, 1000), (1152, 64), (1216, 0), (1216, 9000)):
+        parts.append((start, numel, position))
+        position += kernels.touched_block_count(start, numel)
+    sums = [torch.full((position,), -1.0, dtype=torch.float64) for _ in range(2)]
+    tables = [IngestTable(128, torch.bfloat16, parts, one) for one in sums]
+    buffers = [torch.full((10_240,), 3.0, dtype=torch.bfloat16) for _ in range(2)]
+    generator = torch.Generator().manual_seed(4)
+    for which, dtypes in (([0, 1, 2, 3], 4 * [torch.bfloat16]), ([3, 0], DTYPES), ([1], DTYPES)):
+        sources = [
+            exact.rough_values(parts[at][1], generator, specials=True).to(k) for at, k in zip(which, dtypes, strict=False)
+        ]
+        launcher = Counted()
+        with launched_by(DeviceKernels(launcher)):
+            tables[0].ingest_some(buffers[0], sources, which)
+            if len(which) == 4:
+                tables[0].ingest(buffers[0], sources)
+        tables[1].ingest_some(buffers[1], sources, which)
+        assert len(launcher.names) == (2 if len(which) > 1 else 1)
+        assert exact.same_bits(*buffers) and exact.same_bits(*sums)
+    with launched_by(host_kernels()):
+        for wrong in (sources[0][1:], sources[0].to("meta")):
+            with pytest.raises(AssertionError):
+                tables[0].ingest_some(buffers[0], [wrong], [1])
+        with pytest.raises(AssertionError):
+            tables[0].ingest_some(buffers[0][1:9000], sources, [1])
+
+
+@pytest.mark.parametrize("own_master", [True, False])
+def test_a_step_by_tables_is_one_launch(own_master: bool) -> None:
+    """Of a chunk, and of several; with numbers that differ."""
+    numel, form = 5120, RecordFormat(StateFormat.FP32, own_master=own_master)
+    spans = [Span(0, 1000, 0, 7), Span(1024, 1024, 0, 8), Span(1024, 5120, 64, 9)]
+    dtype = torch.bfloat16 if own_master else torch.float32
+    generator = torch.Generator().manual_seed(4)
+    others = adam(1e-2, 0.4, 0.99, 1e-6, 0.1, False)
+
+    def places() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(torch.zeros(form.nbytes(numel), dtype=torch.uint8), torch.linspace(-1, 1, numel).to(dtype)) for _ in range(2)]
+
+    both = [places(), places()]
+    gradients = [exact.rough_values(numel, generator, specials=True).to(dtype) for _ in range(2)]
+    numbers = [(HYPER, 1), (others, 3), (others, 3), (HYPER, 4), (HYPER, 4), (others, 2)]
+    launcher = Counted()
+    for place, context in zip(both, (nullcontext(), launched_by(DeviceKernels(launcher))), strict=True):
+        with context:
+            tables = [StepTable(form, numel, dtype, spans) for _ in place]
+            joined = JoinedTable([(table, *one) for table, one in zip(tables, place, strict=True)])
+            joined.update_chunks(gradients, numbers, 0.3)
+            joined.update([one[span.low : span.high] for one in gradients for span in spans], (HYPER, 5), -0.3)
+            tables[0].update(None, *place[0], gradients[0], (HYPER, 6), 1.0)
+            tables[0].update([2, 0], *place[0], gradients[0], [(HYPER, 7), (others, 7)], 1.0)
+    assert len(launcher.names) == 4
+    for (record, values), (wanted, own) in zip(*both, strict=True):
+        assert exact.same_bits(record.view(torch.float32), wanted.view(torch.float32)) and exact.same_bits(values, own)
+
+
+def test_a_table_that_no_kernel_is_for_is_refused() -> None:
+    form, numel = RecordFormat(StateFormat.FP32), 64
+    record, values = torch.zeros(form.nbytes(numel), dtype=torch.uint8), torch.zeros(numel, dtype=torch.bfloat16)
+    with launched_by(host_kernels()):
+        table = StepTable(form, numel, values.dtype, [Span(0, numel, 0, 7)])
+        with pytest.raises(AssertionError, match="Adam with fp32 states"):
+            table.update(None, record, values, values.clone(), (Hyper(Rule.LION, 0.1, 0.9, 0.99), 1), 1.0)
+    with pytest.raises(AssertionError, match="no compiled kernels for cuda:7"):
+        StepTable(form, numel, values.dtype, [Span(0, numel, 0, 7)], torch.device("cuda", 7))
+
+
 def test_numbers_that_are_equal_and_not_the_same() -> None:
     """What is kept of a step's numbers is known by their bits: of a learning rate of -0 a weight of -0 becomes another zero."""
     found = []
@@ -111,7 +247,8 @@ def test_numbers_that_are_equal_and_not_the_same() -> None:
             one.master.fill_(-0.0)
         hyper = adam(lr, 0.9, 0.999, 1e-8, 0.0, True)
         update([expected.segment(hyper, 1, 1.0)])
-        host_kernels().adam(ours.segment(hyper, 1, 1.0))
+        with launched_by(host_kernels()):
+            update([ours.segment(hyper, 1, 1.0)])
         for one, other in zip(ours.results(), expected.results(), strict=True):
             assert exact.same_bits(one, other)
         found.append(ours.master)
@@ -123,5 +260,8 @@ def test_a_launch_of_nothing_is_no_launch() -> None:
         raise AssertionError("launched")
 
     empty = torch.empty(0)
-    compiled_kernels.DeviceKernels(launch).convert(empty.bfloat16(), empty)
-    compiled_kernels.DeviceKernels(launch).adam(segment(empty, empty, empty, empty, None, HYPER, 1))
+    with launched_by(DeviceKernels(launch)):
+        kernels.convert(empty.bfloat16(), empty)
+        update([segment(empty, empty, empty, empty, None, HYPER, 1)])
+        kernels.ingest_async(None, empty, 0, False)
+        assert [one.numel() for one in kernels.ingest_all([(None, empty, 0)])] == [0]

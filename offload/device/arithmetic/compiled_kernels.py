@@ -6,13 +6,15 @@ nvcc by NVRTC into one file for each. They lie beside the native library, and th
 (`offload.device.arithmetic.driver`); nothing is compiled at run time. Where they are missing or do not load, which is said
 once, `offload.device.arithmetic.kernels` uses torch operations that give the same bits and move some ten times the bytes.
 
-A launch goes to the calling thread's current stream of the tensor's device and returns at once. Any thread may launch.
+A launch goes to the calling thread's current stream of the tensors' device and returns at once. Any thread may launch. Adam and
+ingest take many pieces in one launch, as many as its parameter holds; their bits are those of one launch for each.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from struct import Struct
@@ -23,25 +25,29 @@ import torch
 from torch import Tensor
 
 from offload import _native_library
-from offload.device.arithmetic.driver import Kernels
+from offload.device.arithmetic.driver import PARAMETER_NBYTES, Kernels
+from offload.device.arithmetic.flat import DTYPE_CODES
 from offload.device.arithmetic.rules import Hyper, Rule
-from offload.device.arithmetic.segment import Segment
 
 SOURCE = Path(__file__).parent / "cuda_kernels" / "kernels.cu"
 COMPILED_NAME = "offload_cuda_kernels"
 
-_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_NO_TENSOR = 3
+NO_TENSOR = 3
+"""In the place of a dtype's code."""
 _THREADS = 256
 _BLOCKS_MOST = 1 << 20
 _BLOCK_NUMEL = 4096
+_TILE_NUMEL = 1024
 _WARP = 32
 
 # The parameters of kernels.cu, field by field.
-_ADAM, _SCALARS = Struct("=5Qq"), Struct("=8f2i")
-_INGEST = Struct("=3Q2qi4x")
-_FLAG = Struct("=i4x")
+_ADAM_HEAD, _ADAM_PIECE, _SCALARS = Struct("=2i"), Struct("=5Qq2i"), Struct("=8f2i")
+_INGEST_HEAD, _INGEST_PIECE = Struct("=3i4x"), Struct("=3Qq2i")
 _CONVERT = Struct("=2Qq")
+ADAM_PIECES_MOST = (PARAMETER_NBYTES - _ADAM_HEAD.size) // (_ADAM_PIECE.size + _SCALARS.size)
+INGEST_PIECES_MOST = (PARAMETER_NBYTES - _INGEST_HEAD.size) // _INGEST_PIECE.size
+"""Of one launch."""
+
 _NUMBERS = Struct("=5d?qd")
 
 
@@ -85,11 +91,34 @@ class AdamScalars(NamedTuple):
         return _SCALARS.pack(*(one.item() for one in self))
 
 
-def scalars_of(segment: Segment) -> bytes:
-    """Packed; most segments of a step have the same."""
-    hyper = segment.hyper
-    numbers = hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay
-    return _packed_scalars(_NUMBERS.pack(*numbers, hyper.decoupled, segment.step, segment.signed_factor))
+class AdamPiece(NamedTuple):
+    """One run of elements to update: where its arrays begin (`values` 0: nowhere), and the bytes of its `AdamScalars`."""
+
+    grad: int
+    master: int
+    exp_avg: int
+    exp_avg_sq: int
+    values: int
+    numel: int
+    scalars: bytes
+
+
+class IngestPiece(NamedTuple):
+    """One gradient that is taken in: where it begins, its place (`dst` 0: none) and that of its sums. `offset`: of the first
+    element in the first block."""
+
+    dst: int
+    src: int
+    sums: int
+    numel: int
+    offset: int
+
+
+def scalars_of(
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool, step: int, grad_factor: float
+) -> bytes:
+    """The bytes of the `AdamScalars` of these numbers, which many pieces of a step have in common."""
+    return _packed_scalars(_NUMBERS.pack(lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_factor))
 
 
 @lru_cache
@@ -113,43 +142,50 @@ class Launcher:
 
 def entry_points() -> list[str]:
     """The name of every kernel: offload_<what>_<dtype codes>."""
-    sources = _CODES.values()
-    names = [f"offload_{what}_{s}_{t}" for what in ("adam", "ingest") for s in sources for t in (*sources, _NO_TENSOR)]
+    sources = DTYPE_CODES.values()
+    names = [f"offload_{what}_{s}_{t}" for what in ("adam", "ingest") for s in sources for t in (*sources, NO_TENSOR)]
     return names + [f"offload_convert_{s}_{t}" for s in sources for t in sources if s != t]
 
 
 class DeviceKernels:
-    """The launches, with the contracts of `arithmetic/kernels.py`. Tensors are 1-D and contiguous, on one device."""
+    """The launches, with the contracts of `arithmetic/kernels.py`. All tensors are contiguous, on one device. No piece is
+    empty, and none overlaps what another of the same call writes."""
 
     def __init__(self, launch: Any) -> None:
         """`launch(name, block_count, parameter)`: a `Launcher`, or what stands in for one in tests."""
         self._launch = launch
 
-    def adam(self, segment: Segment) -> None:
-        """One Adam step on one segment with fp32 states."""
-        numel, emit = segment.grad.numel(), segment.values
-        if numel == 0:
-            return
-        tensors = (segment.grad, *(segment.arrays[name] for name in ("master", "exp_avg", "exp_avg_sq")), emit)
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        aligned = all(address % 16 == 0 for address in addresses)
-        name = f"offload_adam_{_CODES[segment.grad.dtype]}_{_NO_TENSOR if emit is None else _CODES[emit.dtype]}"
-        parameter = _ADAM.pack(*addresses, numel) + scalars_of(segment) + _FLAG.pack(aligned)
-        self._launch(name, -(-numel // (4 * _THREADS)), parameter)
+    def adam(self, grad: int, values: int, pieces: Sequence[AdamPiece]) -> None:
+        """One Adam step on each piece with fp32 states. The codes of dtypes are those of all pieces; `values` NO_TENSOR: none
+        has any."""
+        for low in range(0, len(pieces), ADAM_PIECES_MOST):
+            some, rows, tiles = pieces[low : low + ADAM_PIECES_MOST], [], 0
+            for one in some:
+                aligned = (one.grad | one.master | one.exp_avg | one.exp_avg_sq | one.values) % 16 == 0
+                rows.append(_ADAM_PIECE.pack(*one[:-1], tiles, aligned) + one.scalars)
+                tiles += -(-one.numel // _TILE_NUMEL)
+            head = _ADAM_HEAD.pack(len(some), tiles)
+            self._launch(f"offload_adam_{grad}_{values}", tiles, b"".join((head, *rows)))
 
-    def ingest(self, dst: Tensor | None, src: Tensor, offset: int, accumulate: bool, sums: Tensor) -> None:
-        """Store or add `src`, sum the squares; `offset`: of the first element in the first block."""
-        name = f"offload_ingest_{_CODES[src.dtype]}_{_NO_TENSOR if dst is None else _CODES[dst.dtype]}"
-        addresses = (0 if dst is None else dst.data_ptr(), src.data_ptr(), sums.data_ptr())
-        warps = -(-(offset + src.numel()) // _BLOCK_NUMEL)
-        self._launch(name, -(-warps * _WARP // _THREADS), _INGEST.pack(*addresses, src.numel(), offset, accumulate))
+    def ingest(self, src: int, dst: int, pieces: Sequence[IngestPiece], *, accumulate: bool) -> None:
+        """Store or add each piece, sum the squares. The codes of dtypes are those of all pieces; `dst` NO_TENSOR: only the
+        sums."""
+        for low in range(0, len(pieces), INGEST_PIECES_MOST):
+            some, rows, blocks = pieces[low : low + INGEST_PIECES_MOST], [], 0
+            for one in some:
+                rows.append(_INGEST_PIECE.pack(*one, blocks))
+                blocks += -(-(one.offset + one.numel) // _BLOCK_NUMEL)
+            head = _INGEST_HEAD.pack(len(some), blocks, accumulate)
+            self._launch(f"offload_ingest_{src}_{dst}", -(-blocks * _WARP // _THREADS), b"".join((head, *rows)))
 
     def convert(self, dst: Tensor, src: Tensor) -> None:
         """dst = src in dst's dtype."""
         if src.numel() == 0:
             return
         parameter = _CONVERT.pack(dst.data_ptr(), src.data_ptr(), src.numel())
-        self._launch(f"offload_convert_{_CODES[src.dtype]}_{_CODES[dst.dtype]}", -(-src.numel() // _THREADS), parameter)
+        self._launch(
+            f"offload_convert_{DTYPE_CODES[src.dtype]}_{DTYPE_CODES[dst.dtype]}", -(-src.numel() // _THREADS), parameter
+        )
 
 
 _prepared: dict[int, DeviceKernels | None] = {}
@@ -202,6 +238,7 @@ def _try_out(kernels: DeviceKernels, device: torch.device) -> None:
     """Launch once, so that what cannot run is known before the first step."""
     values = torch.full((_BLOCK_NUMEL,), 2.0, device=device)
     sums = torch.empty(1, dtype=torch.float64, device=device)
-    kernels.ingest(None, values, 0, False, sums)
+    piece = IngestPiece(0, values.data_ptr(), sums.data_ptr(), _BLOCK_NUMEL, 0)
+    kernels.ingest(DTYPE_CODES[values.dtype], NO_TENSOR, [piece], accumulate=False)
     if sums.item() != 4.0 * _BLOCK_NUMEL:
         raise RuntimeError("a kernel gave a wrong sum")

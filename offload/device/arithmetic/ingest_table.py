@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients side by side in a chunk, taken in at once: what the kernel is told of each is put together once, in columns.
+"""Gradients side by side in a chunk, taken in at once: what the kernel is told of each is put together once.
 
 Where a gradient goes in its chunk, and where the sums of its squares go, is the same in every step; only the buffer changes,
 among few, and the tensors that autograd made. The bits are those of `kernels.ingest_async` for each.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from offload import _native
-from offload.device.arithmetic import kernels
+from offload.device.arithmetic import compiled_kernels, kernels
 from offload.device.arithmetic.flat import DTYPE_CODES, uses_native
 
 
@@ -35,6 +35,7 @@ class IngestTable:
         self._sums_of = [sums[position : position + count] for (_, _, position), count in zip(parts, counts, strict=True)]
         told = zip(self._numels, self._starts, map(Tensor.data_ptr, self._sums_of), strict=True)
         self._parts = _native.IngestParts(first_index, list(told))
+        self._addresses = [one.data_ptr() for one in self._sums_of]
         self._is_native = True
         """As far as is known of the buffers."""
         self._known: set[int] = set()
@@ -56,8 +57,29 @@ class IngestTable:
         self._parts.ingest(_native.Values(address, DTYPE_CODES[self._dtype]), map(Tensor.data_ptr, sources))
 
     def ingest_some(self, dst: Tensor, sources: Sequence[Tensor], which: Sequence[int]) -> None:
-        """The same of the parts at these positions, one by one; of any dtype that gradients have."""
+        """The same of the parts at these positions, of any dtype that gradients have: on the host one by one."""
+        if (compiled := compiled_kernels.of(dst.device)) is not None:
+            self._ingest_compiled(compiled, dst, sources, which)
+            return
         for source, position in zip(sources, which, strict=True):
             start, numel = self._starts[position], self._numels[position]
             flat, low = source.as_strided((numel,), (1,), source.storage_offset()), start - self._first_index
             kernels.ingest_async(dst[low : low + numel], flat, start, False, self._sums_of[position])
+
+    def _ingest_compiled(
+        self, compiled: compiled_kernels.DeviceKernels, dst: Tensor, sources: Sequence[Tensor], which: Sequence[int]
+    ) -> None:
+        if dst.numel() < self._stop_index - self._first_index or not dst.is_contiguous():
+            raise AssertionError(f"a contiguous buffer of {self._stop_index - self._first_index} elements is needed")
+        address, itemsize = dst.data_ptr(), dst.itemsize
+        pieces: dict[int, list[compiled_kernels.IngestPiece]] = {}
+        for source, position in zip(sources, which, strict=True):
+            start, numel = self._starts[position], self._numels[position]
+            if source.numel() != numel or source.device != dst.device:
+                raise AssertionError(f"a gradient of {numel} elements on {dst.device} is needed")
+            if numel:
+                place, offset = address + (start - self._first_index) * itemsize, start % kernels.BLOCK_NUMEL
+                piece = compiled_kernels.IngestPiece(place, source.data_ptr(), self._addresses[position], numel, offset)
+                pieces.setdefault(DTYPE_CODES[source.dtype], []).append(piece)
+        for code, alike in pieces.items():
+            compiled.ingest(code, DTYPE_CODES[dst.dtype], alike, accumulate=False)

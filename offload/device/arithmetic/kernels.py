@@ -67,9 +67,10 @@ def ingest_async(
             machine.wrote(dst)
         return sums if src.is_meta else sums.zero_()
     if not uses_native(src):
-        compiled = compiled_kernels.of(device)
-        ingest_into = _ingest_torch if compiled is None else compiled.ingest
-        ingest_into(dst, src, start_index % BLOCK_NUMEL, accumulate, sums)
+        if (compiled := compiled_kernels.of(device)) is not None:
+            compiled.ingest(*_codes(dst, src), [_piece(dst, src, start_index, sums.data_ptr())], accumulate=accumulate)
+        else:
+            _ingest_torch(dst, src, start_index % BLOCK_NUMEL, accumulate, sums)
         return sums
     target = sums.data_ptr()
     _native.gradient_ingest(_values(dst), _values(src), numel, start_index, accumulate, target, all_cores=all_cores)
@@ -77,8 +78,12 @@ def ingest_async(
 
 
 def ingest_all(parts: Sequence[tuple[Tensor | None, Tensor, int]]) -> list[Tensor]:
-    """`ingest_async` of each (dst, src, start_index), nothing of which is added to."""
-    if not parts or not uses_native(parts[0][1]):
+    """`ingest_async` of each (dst, src, start_index), nothing of which is added to, and none of which overlaps another."""
+    if not parts:
+        return []
+    if not uses_native(first := parts[0][1]):
+        if (compiled := compiled_kernels.of(first.device)) is not None:
+            return _ingest_all_compiled(compiled, parts)
         return [ingest_async(dst, src, start_index, False) for dst, src, start_index in parts]
     counts = [touched_block_count(start_index, src.numel()) for _, src, start_index in parts]
     sums = torch.empty(sum(counts), dtype=torch.float64, device="cpu")
@@ -92,6 +97,31 @@ def ingest_all(parts: Sequence[tuple[Tensor | None, Tensor, int]]) -> list[Tenso
         _native.gradient_ingest(_values(dst), _values(src), numel, start_index, False, address)
         address += 8 * count
     return list(sums.split(counts))
+
+
+def _ingest_all_compiled(
+    compiled: compiled_kernels.DeviceKernels, parts: Sequence[tuple[Tensor | None, Tensor, int]]
+) -> list[Tensor]:
+    counts = [touched_block_count(start_index, src.numel()) for _, src, start_index in parts]
+    sums = torch.empty(sum(counts), dtype=torch.float64, device=parts[0][1].device)
+    address, pieces = sums.data_ptr(), dict[tuple[int, int], list[compiled_kernels.IngestPiece]]()
+    for (dst, src, start_index), count in zip(parts, counts, strict=True):
+        _check_ingest(dst, src, start_index, accumulate=False)
+        if count:
+            pieces.setdefault(_codes(dst, src), []).append(_piece(dst, src, start_index, address))
+        address += 8 * count
+    for codes, alike in pieces.items():
+        compiled.ingest(*codes, alike, accumulate=False)
+    return list(sums.split(counts))
+
+
+def _codes(dst: Tensor | None, src: Tensor) -> tuple[int, int]:
+    return DTYPE_CODES[src.dtype], compiled_kernels.NO_TENSOR if dst is None else DTYPE_CODES[dst.dtype]
+
+
+def _piece(dst: Tensor | None, src: Tensor, start_index: int, sums: int) -> compiled_kernels.IngestPiece:
+    address = 0 if dst is None else dst.data_ptr()
+    return compiled_kernels.IngestPiece(address, src.data_ptr(), sums, src.numel(), start_index % BLOCK_NUMEL)
 
 
 def _values(tensor: Tensor | None) -> _native.Values:

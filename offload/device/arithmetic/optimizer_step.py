@@ -19,8 +19,8 @@ from offload.device.arithmetic.encoding import SCALE_GROUP
 from offload.device.arithmetic.flat import DTYPE_CODES, check_flat, uses_native
 from offload.device.arithmetic.optimizer_step_torch import update_torch
 from offload.device.arithmetic.records import RecordFormat
-from offload.device.arithmetic.rules import MOMENTS, Rule
-from offload.device.arithmetic.segment import Segment, StateFormat, scale_name
+from offload.device.arithmetic.rules import MOMENTS, Hyper, Rule
+from offload.device.arithmetic.segment import MASTER, Segment, StateFormat, scale_name
 from offload.device.virtual.current import imagined
 
 
@@ -30,18 +30,51 @@ def update(segments: Sequence[Segment]) -> None:
     if (machine := imagined()) is not None:
         machine.pass_over(segments[0].grad, sum(map(touched_nbytes, segments)))
         return
-    native: list[_native.UpdateArguments] = []
+    native, compiled = list[_native.UpdateArguments](), list[Segment]()
     for segment in segments:
         _check(segment)
-        compiled = compiled_kernels.of(segment.grad.device)
         if uses_native(segment.grad) and segment.hyper.own is None:
             native.append(_arguments(segment))
-        elif compiled is not None and segment.hyper.rule is Rule.ADAM and segment.state_format is StateFormat.FP32:
-            compiled.adam(segment)
+        elif has_compiled(segment.grad.device, segment.hyper, segment.state_format):
+            compiled.append(segment)
         else:
             update_torch(segment)
     if native:
         _native.update(native)
+    if compiled:
+        _update_compiled(compiled)
+
+
+def has_compiled(device: torch.device, hyper: Hyper, state_format: StateFormat) -> bool:
+    """Whether there is a compiled kernel for this."""
+    is_known = hyper.rule is Rule.ADAM and state_format is StateFormat.FP32
+    return is_known and compiled_kernels.of(device) is not None
+
+
+def _update_compiled(segments: Sequence[Segment]) -> None:
+    """All on one device."""
+    exp_avg, exp_avg_sq = MOMENTS
+    pieces: dict[tuple[int, int], list[compiled_kernels.AdamPiece]] = {}
+    for one in segments:
+        hyper, arrays, values, numel = one.hyper, one.arrays, one.values, one.grad.numel()
+        if numel:
+            codes = DTYPE_CODES[one.grad.dtype], compiled_kernels.NO_TENSOR if values is None else DTYPE_CODES[values.dtype]
+            told = (hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, hyper.decoupled)
+            scalars = compiled_kernels.scalars_of(*told, one.step, one.signed_factor)
+            piece = compiled_kernels.AdamPiece(
+                one.grad.data_ptr(),
+                arrays[MASTER].data_ptr(),
+                arrays[exp_avg].data_ptr(),
+                arrays[exp_avg_sq].data_ptr(),
+                0 if values is None else values.data_ptr(),
+                numel,
+                scalars,
+            )
+            pieces.setdefault(codes, []).append(piece)
+    for codes, alike in pieces.items():
+        kernels = compiled_kernels.of(segments[0].grad.device)
+        assert kernels is not None
+        kernels.adam(*codes, alike)
 
 
 def touched_nbytes(segment: Segment) -> int:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One native call for the step of a whole chunk: what it is told of each piece is put together once, in a table.
+"""One call for the step of a whole chunk: what it is told of each piece is put together once, in a table.
 
-Where a piece's arrays lie is known but for where the record, the values and the gradients are this time; of the rest only the
-numbers of the optimizer change. The bits are those of `offload.device.arithmetic.optimizer_step` over the same pieces.
+On the host it is a call of the native library, on a device a launch of the compiled kernel. Where a piece's arrays lie is known
+but for where the record, the values and the gradients are this time; of the rest only the numbers of the optimizer change. The
+bits are those of `offload.device.arithmetic.optimizer_step` over the same pieces.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ import torch
 from torch import Tensor
 
 from offload import _native
+from offload.device.arithmetic import compiled_kernels
 from offload.device.arithmetic.encoding import SCALE_GROUP
 from offload.device.arithmetic.flat import DTYPE_CODES
 from offload.device.arithmetic.records import RecordFormat
-from offload.device.arithmetic.rules import Hyper
+from offload.device.arithmetic.rules import Hyper, Rule
 from offload.device.arithmetic.segment import MASTER, REMAINDER, StateFormat
 
 _ROW = _native.UPDATE_ROW
 _ALL = slice(None)
+_HOST = torch.device("cpu")
+_ADAM, _FP32 = _native.RULES[Rule.ADAM.value], _native.STATE_FORMATS[StateFormat.FP32.value]
 Numbers = tuple[Hyper, int] | list[tuple[Hyper, int]]
 """The optimizer's, and the step, from 1: of all pieces, or of each."""
 
@@ -40,13 +44,22 @@ class Span:
 
 
 class StepTable:
-    """Of one chunk, whose record and values the host can address. One thread at a time.
+    """Of one chunk, whose record and values lie on one device. One thread at a time.
 
     numel         of the chunk; `low`: where in it each piece begins, uint64 [pieces]
     reads_values  whether a step computes with the values that it finds, rather than only leave new ones
     """
 
-    def __init__(self, record_format: RecordFormat, numel: int, values_dtype: torch.dtype, spans: Sequence[Span]) -> None:
+    def __init__(
+        self,
+        record_format: RecordFormat,
+        numel: int,
+        values_dtype: torch.dtype,
+        spans: Sequence[Span],
+        device: torch.device = _HOST,
+    ) -> None:
+        """`device`: one with compiled kernels, or the host."""
+        self.device, self._device_index = device, _index(device)
         self.numel, self._values_dtype = numel, values_dtype
         self.record_nbytes = record_format.nbytes(numel)
         state_format = record_format.state_format
@@ -56,7 +69,7 @@ class StepTable:
             raise AssertionError(f"first_index must be a multiple of {SCALE_GROUP}")
         self.moments = frozenset(record_format.moments)
         """What the record keeps."""
-        self._table = _Table(np.zeros(len(spans), _ROW))
+        self._table = _Table(np.zeros(len(spans), _ROW), device)
         rows = self._table.rows
         self._where: object = None
         """What the rows were told last of where all arrays lie."""
@@ -97,12 +110,12 @@ class StepTable:
         if isinstance(gradients, Tensor):
             self._place_gradients(rows, _ALL if which is None else which, gradients)
         else:
-            _place_gradients(rows, gradients)
-        table = self._table if which is None else _Table(rows)
+            _place_gradients(rows, gradients, self._device_index)
+        table = self._table if which is None else _Table(rows, self.device)
         table.step(self.moments, numbers, grad_factor)
 
     def _place_gradients(self, rows: Any, which: Sequence[int] | slice, gradients: Tensor) -> None:
-        _check_gradients(gradients, self.numel)
+        _check_gradients(gradients, self.numel, self._device_index)
         rows["grad"] = self.low[which] * gradients.itemsize + gradients.data_ptr()
         rows["grad_dtype"] = DTYPE_CODES[gradients.dtype]
 
@@ -121,35 +134,35 @@ class StepTable:
         return rows
 
     def _check(self, record: Tensor, values: Tensor) -> None:
-        if record.dtype != torch.uint8 or record.numel() < self.record_nbytes or not _is_flat_on_host(record):
-            raise AssertionError(f"a record of {self.record_nbytes} bytes on the host is needed")
-        if values.dtype != self._values_dtype or values.numel() != self.numel or not _is_flat_on_host(values):
-            raise AssertionError(f"values must be [{self.numel}] of {self._values_dtype} on the host")
+        index = self._device_index
+        if record.dtype != torch.uint8 or record.numel() < self.record_nbytes or not _is_flat_on(index, record):
+            raise AssertionError(f"a record of {self.record_nbytes} bytes on {self.device} is needed")
+        if values.dtype != self._values_dtype or values.numel() != self.numel or not _is_flat_on(index, values):
+            raise AssertionError(f"values must be [{self.numel}] of {self._values_dtype} on {self.device}")
 
 
 class JoinedTable:
-    """Of several chunks whose records and values stay where they are, each given as (table, record, values, source): one native
-    call for all of them."""
+    """Of several chunks whose records and values stay where they are, on one device, each given as (table, record, values,
+    source): one call for all of them."""
 
     def __init__(self, parts: Sequence[tuple[StepTable, Tensor, Tensor, Tensor | None]]) -> None:
         self._kept = parts  # as long as their addresses are here
-        self._table = _Table(
-            np.concatenate([table.placed(_ALL, record, values, source) for table, record, values, source in parts])
-        )
         tables = [table for table, *_ in parts]
+        rows = np.concatenate([table.placed(_ALL, record, values, source) for table, record, values, source in parts])
+        self._table, self._device_index = _Table(rows, tables[0].device), _index(tables[0].device)
         self._numels, self._counts = [table.numel for table in tables], [len(table.low) for table in tables]
         self._low = np.concatenate([table.low for table in tables])
         self._moments = frozenset.intersection(*(table.moments for table in tables))
 
     def update(self, gradients: Sequence[Tensor], numbers: Numbers, grad_factor: float) -> None:
         """One step of all pieces, in place; as `StepTable.update`."""
-        _place_gradients(self._table.rows, gradients)
+        _place_gradients(self._table.rows, gradients, self._device_index)
         self._table.step(self._moments, numbers, grad_factor)
 
     def update_chunks(self, gradients: Sequence[Tensor], numbers: Numbers, grad_factor: float) -> None:
         """`update` with the gradients of each chunk in one, [its numel]."""
         for numel, gradient in zip(self._numels, gradients, strict=True):
-            _check_gradients(gradient, numel)
+            _check_gradients(gradient, numel, self._device_index)
         itemsizes = np.repeat(np.array([one.itemsize for one in gradients], np.uint64), self._counts)
         rows, addresses = self._table.rows, np.array([one.data_ptr() for one in gradients], np.uint64)
         rows["grad"] = self._low * itemsizes + np.repeat(addresses, self._counts)
@@ -160,8 +173,11 @@ class JoinedTable:
 class _Table:
     """Rows, and what they were told last."""
 
-    def __init__(self, rows: Any) -> None:
+    def __init__(self, rows: Any, device: torch.device) -> None:
         self.rows, self._count, self._address = rows, len(rows), rows.ctypes.data
+        self._compiled = compiled_kernels.of(device)
+        if self._compiled is None and device.type != "cpu":
+            raise AssertionError(f"there are no compiled kernels for {device}")
         self._told: object = None
 
     def step(self, moments: Set[str], numbers: Numbers, grad_factor: float) -> None:
@@ -170,7 +186,10 @@ class _Table:
             self._tell_each(moments, numbers, grad_factor)
         else:
             self._tell(moments, *numbers, grad_factor)
-        _native.update_rows(self._address, self._count)
+        if self._compiled is None:
+            _native.update_rows(self._address, self._count)
+        else:
+            _launch(self._compiled, self.rows)
 
     def _tell(self, moments: Set[str], hyper: Hyper, step: int, grad_factor: float) -> None:
         if step < 1 or not self._count:
@@ -179,7 +198,7 @@ class _Table:
         told = (hyper, hyper.lr_at(step), grad_factor)
         if told != self._told:
             self._told = None
-            _put_numbers(self.rows, moments, hyper, step, grad_factor)
+            _put_numbers(self.rows, _ALL, moments, hyper, step, grad_factor)
             self._told = told
 
     def _tell_each(self, moments: Set[str], numbers: Sequence[tuple[Hyper, int]], grad_factor: float) -> None:
@@ -192,29 +211,52 @@ class _Table:
             return
         self._told = None
         rows["step"] = steps
+        alike: dict[tuple[int, int], list[int]] = {}
         for index, (hyper, step) in enumerate(numbers):
-            _put_numbers(rows[index : index + 1], moments, hyper, step, grad_factor)
+            alike.setdefault((id(hyper), step), []).append(index)
+        for which in alike.values():
+            _put_numbers(rows, which, moments, *numbers[which[0]], grad_factor)
 
 
-def _put_numbers(rows: Any, moments: Set[str], hyper: Hyper, step: int, grad_factor: float) -> None:
+def _put_numbers(
+    rows: Any, which: Sequence[int] | slice, moments: Set[str], hyper: Hyper, step: int, grad_factor: float
+) -> None:
     if not moments >= set(hyper.moments):
         raise AssertionError(f"the record has no {', '.join(hyper.moments)}")
-    rows["lr"], rows["beta1"], rows["beta2"] = hyper.lr_at(step), hyper.beta1, hyper.beta2
-    rows["eps"], rows["weight_decay"] = hyper.eps, hyper.weight_decay
-    rows["grad_factor"] = -grad_factor if hyper.maximize else grad_factor
-    rows["rule"] = _native.RULES[hyper.rule.value]
-    rows["decoupled"], rows["nesterov"] = hyper.decoupled, hyper.nesterov
+    rows["lr"][which], rows["beta1"][which], rows["beta2"][which] = hyper.lr_at(step), hyper.beta1, hyper.beta2
+    rows["eps"][which], rows["weight_decay"][which] = hyper.eps, hyper.weight_decay
+    rows["grad_factor"][which] = -grad_factor if hyper.maximize else grad_factor
+    rows["rule"][which] = _native.RULES[hyper.rule.value]
+    rows["decoupled"][which], rows["nesterov"][which] = hyper.decoupled, hyper.nesterov
+
+
+def _launch(compiled: compiled_kernels.DeviceKernels, rows: Any) -> None:
+    """What `_native.update_rows` does, of rows that lie on a device: Adam with fp32 states."""
+    pieces: dict[tuple[int, int], list[compiled_kernels.AdamPiece]] = {}
+    for row in rows.tolist():
+        one = _native.UpdateArguments(*row)
+        if one.rule != _ADAM or one.state_format != _FP32:
+            raise AssertionError("the compiled kernel is that of Adam with fp32 states")
+        if one.numel:
+            scalars = compiled_kernels.scalars_of(
+                one.lr, one.beta1, one.beta2, one.eps, one.weight_decay, bool(one.decoupled), one.step, one.grad_factor
+            )
+            addresses = one.grad, one.master, one.exp_avg, one.exp_avg_sq, one.values
+            codes = one.grad_dtype, one.values_dtype if one.values else compiled_kernels.NO_TENSOR
+            pieces.setdefault(codes, []).append(compiled_kernels.AdamPiece(*addresses, one.numel, scalars))
+    for codes, alike in pieces.items():
+        compiled.adam(*codes, alike)
 
 
 # Assertions: these are the contract between our own layers, and native code behind a wrong size would corrupt memory.
 
 
-def _place_gradients(rows: Any, gradients: Sequence[Tensor]) -> None:
+def _place_gradients(rows: Any, gradients: Sequence[Tensor], device_index: int) -> None:
     if len(gradients) != len(rows):
         raise AssertionError(f"{len(rows)} pieces need as many gradients, not {len(gradients)}")
     for numel, gradient in zip(rows["numel"].tolist(), gradients, strict=True):
-        if gradient.numel() != numel or not _is_flat_on_host(gradient):
-            raise AssertionError(f"a gradient must be [{numel}] on the host")
+        if gradient.numel() != numel or not _is_flat_on(device_index, gradient):
+            raise AssertionError(f"a gradient must be [{numel}] where the record is")
     rows["grad"] = [gradient.data_ptr() for gradient in gradients]
     rows["grad_dtype"] = [DTYPE_CODES[gradient.dtype] for gradient in gradients]
 
@@ -223,13 +265,18 @@ def _address(tensor: Tensor | None) -> int:
     return tensor.data_ptr() if tensor is not None else 0
 
 
-def _check_gradients(gradients: Tensor, numel: int) -> None:
-    if gradients.numel() != numel or not _is_flat_on_host(gradients):
-        raise AssertionError(f"gradients must be [{numel}] on the host")
+def _check_gradients(gradients: Tensor, numel: int, device_index: int) -> None:
+    if gradients.numel() != numel or not _is_flat_on(device_index, gradients):
+        raise AssertionError(f"gradients must be [{numel}] where the record is")
 
 
-def _is_flat_on_host(tensor: Tensor) -> bool:
-    return tensor.dim() == 1 and tensor.is_contiguous() and tensor.is_cpu
+def _is_flat_on(device_index: int, tensor: Tensor) -> bool:
+    return tensor.dim() == 1 and tensor.is_contiguous() and tensor.get_device() == device_index
+
+
+def _index(device: torch.device) -> int:
+    """As `Tensor.get_device` gives it."""
+    return -1 if device.index is None else device.index
 
 
 def _offsets(record_format: RecordFormat, numel: int, low: Any) -> list[tuple[str, Any]]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an update computes, once a chunk's record, gradient and values are at hand: by a table that the native kernel is told
-once, else slot by slot."""
+"""What an update computes, once a chunk's record, gradient and values are at hand: by a table that the kernel is told once,
+else slot by slot."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ChunkArithmetic:
 
     def update(self, update: ChunkUpdate, record: Tensor, values: Tensor) -> None:
         """`record`: the memory that holds it. The chunk's gradient is open."""
-        if by_table(update, values):
+        if self.by_table(update, values):
             self._by_table(update, record, values)
             return
         if update.source is not None:
@@ -52,8 +52,8 @@ class ChunkArithmetic:
         self._table(chunk, values).update(which, record, values, gradients, numbers_of([update]), update.factor, update.source)
 
     def update_at_once(self, updates: Sequence[ChunkUpdate], records: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """`update` of several chunks, every slot of them, in one native call where the kernel makes them all."""
-        if not all(map(by_table, updates, values)):
+        """`update` of several chunks, every slot of them, in one call where the kernel makes them all."""
+        if not all(map(self.by_table, updates, values)):
             for one, record, own in zip(updates, records, values, strict=True):
                 self.update(one, record, own)
             return
@@ -101,17 +101,17 @@ class ChunkArithmetic:
 
     def _table(self, chunk: Chunk, values: Tensor) -> StepTable:
         if chunk.step_table is None:
-            chunk.step_table = StepTable(self._records.format(chunk), chunk.numel, values.dtype, _spans(chunk))
+            form = self._records.format(chunk)
+            chunk.step_table = StepTable(form, chunk.numel, values.dtype, _spans(chunk), values.device)
         return chunk.step_table
 
-
-def by_table(update: ChunkUpdate, values: Tensor) -> bool:
-    """Whether the native kernel makes it, rather than torch, or an optimizer with its own arithmetic."""
-    if not uses_native(values):
-        return False
-    if update.numbers is not None:
-        return update.numbers[0].own is None
-    return all(piece.hyper.own is None for piece in update.some)
+    def by_table(self, update: ChunkUpdate, values: Tensor) -> bool:
+        """Whether the native kernel makes it, or a compiled one, rather than torch, or an optimizer with its own arithmetic."""
+        hypers = [piece.hyper for piece in update.some] if update.numbers is None else [update.numbers[0]]
+        if uses_native(values):
+            return all(hyper.own is None for hyper in hypers)
+        state_format = self._records.format(update.chunk).state_format
+        return all(optimizer_step.has_compiled(values.device, hyper, state_format) for hyper in hypers)
 
 
 def numbers_of(updates: Sequence[ChunkUpdate]) -> Numbers:

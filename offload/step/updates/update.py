@@ -26,7 +26,7 @@ from offload.model.unit import Unit
 from offload.model.update import ChunkUpdate, UnitUpdate
 from offload.planning.route import Memory, Route, ValuePath
 from offload.step.gradients.chunk_gradients import ChunkGradients
-from offload.step.updates.chunk_arithmetic import ChunkArithmetic, by_table, numbers_of
+from offload.step.updates.chunk_arithmetic import ChunkArithmetic, numbers_of
 from offload.step.updates.record_paths import RecordAccess, record_accesses
 from offload.step.updates.tools import UpdateTools
 from offload.step.updates.value_paths import ValueAccess, ValuesNeeded, value_accesses
@@ -224,7 +224,12 @@ class Updates:
     def _run(self, unit: Unit, update: UnitUpdate) -> None:
         if self._are_at_hand(update.chunks):
             self._apply_at_once(update)
-            return
+        else:
+            self._apply_each(unit, update)
+        if unit.route.update_in is Memory.DEVICE:
+            update.published.append(self._accelerator.mark())
+
+    def _apply_each(self, unit: Unit, update: UnitUpdate) -> None:
         for chunk_update in update.chunks:
             if chunk_update.cancelled:
                 self._give_up(chunk_update)
@@ -237,20 +242,17 @@ class Updates:
             if unit.route.update_in is Memory.HOST:
                 self._read_ahead()
             update.published.append(self._apply(chunk_update))
-        if unit.route.update_in is Memory.DEVICE:
-            update.published.append(self._accelerator.mark())
 
     def _are_at_hand(self, updates: Sequence[ChunkUpdate]) -> bool:
-        """Whether one native call can make these: all that they read and write lies in host memory, and nobody wants to see
-        each of them."""
-        if self._reads or self.watcher is not None or len(updates) < 2:
+        """Whether one call can make these: all that they read and write lies where the kernel addresses it, and nobody wants to
+        see each of them."""
+        if self.watcher is not None or len(updates) < 2 or (self._reads and updates[0].chunk.route.update_in is Memory.HOST):
             return False
-        return updates[0].chunk.route.update_in is Memory.HOST and all(
-            one.updates_every_slot and not one.cancelled and self._values(one.chunk).stays(one.chunk) for one in updates
-        )
+        return all(one.updates_every_slot and not one.cancelled and self._values(one.chunk).stays(one.chunk) for one in updates)
 
     def _apply_at_once(self, update: UnitUpdate) -> None:
-        """Between calls for each chunk the pool's threads fall asleep: to wake many takes as long as the chunk."""
+        """Between calls for each chunk the pool's threads fall asleep, and to wake many takes as long as the chunk; a launch for
+        each takes the host as long as a small one takes the device."""
         updates, chunks = update.chunks, [one.chunk for one in update.chunks]
         for one in updates:
             one.started = True
@@ -282,7 +284,7 @@ class Updates:
         chunks = tuple(one.chunk for one in updates)
         if chunks != self._joined_chunks:
             values = [chunk.values for chunk in chunks]
-            if not by_table(updates[0], values[0]):
+            if not self._arithmetic.by_table(updates[0], values[0]):
                 for unit, update in runs:
                     self._run(unit, update)
                 return

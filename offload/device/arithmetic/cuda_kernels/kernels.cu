@@ -9,6 +9,9 @@
 // No header is included: the source is compiled by nvcc when the package is built, by NVRTC where it was not, and as
 // C++ for the host by the tests, which run it thread by thread against the CPU's kernels.
 //
+// Adam and ingest take many pieces in one launch, in a table that is their parameter. Each piece is cut into tiles, which are
+// numbered through all of them; who takes a tile finds its piece by that number.
+//
 // Any number of blocks may be launched, of any multiple of 32 threads.
 
 #define OFFLOAD_F32 0
@@ -24,6 +27,8 @@ typedef unsigned short Half;
 
 constexpr Index kBlockNumel = 4096;
 constexpr int kLanes = 32;
+constexpr Index kTileNumel = 1024;
+constexpr int kParameterNbytes = 4096; // what the parameters of a kernel may take on every device
 
 // ---- 16-bit types: the functions of native/src/element.h
 
@@ -60,6 +65,22 @@ __device__ inline float f16_to_float(Half half) {
         return __uint_as_float(sign | __float_as_uint(magnitude));
     }
     return __uint_as_float(sign | ((exponent + 112u) << 23) | (mantissa << 13));
+}
+
+// ---- pieces
+
+// The piece in which a tile lies. Those of each piece are numbered from its `first_tile` on; no piece has none.
+template <class Pieces> __device__ inline int piece_of(const Pieces& all, Index tile) {
+    int low = 0, high = all.count;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (all.pieces[middle].first_tile <= tile) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
 }
 
 // ---- elements
@@ -116,14 +137,21 @@ struct AdamScalars {
     int l2, lerp_from_grad;
 };
 
-struct Adam {
+struct AdamPiece {
     const void* grad;
     float *master, *exp_avg, *exp_avg_sq;
     void* emit;
     Index numel;
+    int first_tile, aligned; // whether all of them lie on multiples of 16 bytes
     AdamScalars scalars;
-    int aligned, unused;
 };
+
+// A tile is 1024 elements, which a block of threads takes.
+struct AdamPieces {
+    int count, tile_count;
+    AdamPiece pieces[42];
+};
+static_assert(sizeof(AdamPieces) <= kParameterNbytes, "a launch takes no more");
 
 __device__ inline void adam_element(const AdamScalars& c, float gradient, float& p, float& m, float& v) {
     float g = __fmul_rn(gradient, c.grad_factor);
@@ -139,11 +167,11 @@ __device__ inline void adam_element(const AdamScalars& c, float gradient, float&
     p = __fadd_rn(p, __fdiv_rn(__fmul_rn(c.negative_step_size, m), denominator));
 }
 
-template <int GradDtype, int EmitDtype> __device__ void adam(const Adam& a) {
-    const Index stride = static_cast<Index>(gridDim.x) * blockDim.x;
-    const Index first = static_cast<Index>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const Index groups = a.aligned != 0 ? a.numel / 4 : 0;
-    for (Index group = first; group < groups; group += stride) {
+template <int GradDtype, int EmitDtype> __device__ inline void adam_tile(const AdamPiece& a, Index tile) {
+    const Index begin = tile * kTileNumel;
+    const Index end = begin + kTileNumel < a.numel ? begin + kTileNumel : a.numel;
+    const Index groups = a.aligned != 0 ? end / 4 : 0;
+    for (Index group = begin / 4 + threadIdx.x; group < groups; group += blockDim.x) {
         float g[4], p[4], m[4], v[4];
         load4<GradDtype>(a.grad, group, g);
         load4<OFFLOAD_F32>(a.master, group, p);
@@ -155,11 +183,18 @@ template <int GradDtype, int EmitDtype> __device__ void adam(const Adam& a) {
         store4<OFFLOAD_F32>(a.exp_avg_sq, group, v);
         if constexpr (EmitDtype != OFFLOAD_NONE) store4<EmitDtype>(a.emit, group, p);
     }
-    for (Index i = 4 * groups + first; i < a.numel; i += stride) {
+    for (Index i = (a.aligned != 0 ? 4 * groups : begin) + threadIdx.x; i < end; i += blockDim.x) {
         float p = a.master[i], m = a.exp_avg[i], v = a.exp_avg_sq[i];
         adam_element(a.scalars, load<GradDtype>(a.grad, i), p, m, v);
         a.master[i] = p, a.exp_avg[i] = m, a.exp_avg_sq[i] = v;
         if constexpr (EmitDtype != OFFLOAD_NONE) store<EmitDtype>(a.emit, i, p);
+    }
+}
+
+template <int GradDtype, int EmitDtype> __device__ void adam(const AdamPieces& all) {
+    for (Index tile = blockIdx.x; tile < all.tile_count; tile += gridDim.x) {
+        const AdamPiece& piece = all.pieces[piece_of(all, tile)];
+        adam_tile<GradDtype, EmitDtype>(piece, tile - piece.first_tile);
     }
 }
 
@@ -186,27 +221,35 @@ __device__ inline double ingest_batch(void* dst, const void* src, Index i, bool 
 
 // `offset` is the first element's index within the first block of 4096 flat indices, a multiple of 64, so that the lane of
 // element i is i % 32.
-struct Ingest {
+struct IngestPiece {
     void* dst;
     const void* src;
     double* sums;
-    Index numel, offset;
-    int accumulate, unused;
+    Index numel;
+    int offset, first_tile;
 };
 
-// One warp for each block.
-template <int SrcDtype, int DstDtype> __device__ void ingest(const Ingest& a) {
+// A tile is a block of 4096 flat indices, which a warp takes.
+struct IngestPieces {
+    int count, tile_count, accumulate, unused;
+    IngestPiece pieces[102];
+};
+static_assert(sizeof(IngestPieces) <= kParameterNbytes, "a launch takes no more");
+
+template <int SrcDtype, int DstDtype> __device__ void ingest(const IngestPieces& all) {
     const int lane = static_cast<int>(threadIdx.x) % kLanes;
     const Index warps_per_block = blockDim.x / kLanes;
-    const Index blocks = (a.offset + a.numel + kBlockNumel - 1) / kBlockNumel;
-    for (Index block = blockIdx.x * warps_per_block + threadIdx.x / kLanes; block < blocks; block += gridDim.x * warps_per_block) {
+    const bool accumulate = all.accumulate != 0;
+    for (Index tile = blockIdx.x * warps_per_block + threadIdx.x / kLanes; tile < all.tile_count; tile += gridDim.x * warps_per_block) {
+        const IngestPiece& a = all.pieces[piece_of(all, tile)];
+        const Index block = tile - a.first_tile;
         const Index low = block * kBlockNumel - a.offset, high = low + kBlockNumel;
         const Index end = high < a.numel ? high : a.numel;
         Index i = (low < 0 ? 0 : low) + lane;
         double total = 0.0;
         for (; i + (kBatch - 1) * kLanes < end; i += kBatch * kLanes)
-            total = ingest_batch<SrcDtype, DstDtype, kBatch>(a.dst, a.src, i, a.accumulate != 0, total);
-        for (; i < end; i += kLanes) total = ingest_batch<SrcDtype, DstDtype, 1>(a.dst, a.src, i, a.accumulate != 0, total);
+            total = ingest_batch<SrcDtype, DstDtype, kBatch>(a.dst, a.src, i, accumulate, total);
+        for (; i < end; i += kLanes) total = ingest_batch<SrcDtype, DstDtype, 1>(a.dst, a.src, i, accumulate, total);
         // Lane i < width gets lane i + width; what the others get is not used.
         for (int width = kLanes / 2; width >= 1; width /= 2)
             total = __dadd_rn(total, __shfl_down_sync(0xffffffffu, total, static_cast<unsigned int>(width)));
@@ -233,10 +276,10 @@ template <int SrcDtype, int DstDtype> __device__ void convert(const Convert& a) 
 // ---- entry points: offload_<what>_<dtype codes>. Each has one parameter, whose bytes a launch puts together.
 
 #define OFFLOAD_ADAM(GRAD, EMIT)                                                                                                           \
-    extern "C" __global__ void offload_adam_##GRAD##_##EMIT(const __grid_constant__ Adam all) { adam<GRAD, EMIT>(all); }
+    extern "C" __global__ void offload_adam_##GRAD##_##EMIT(const __grid_constant__ AdamPieces all) { adam<GRAD, EMIT>(all); }
 
 #define OFFLOAD_INGEST(SRC, DST)                                                                                                           \
-    extern "C" __global__ void offload_ingest_##SRC##_##DST(const __grid_constant__ Ingest all) { ingest<SRC, DST>(all); }
+    extern "C" __global__ void offload_ingest_##SRC##_##DST(const __grid_constant__ IngestPieces all) { ingest<SRC, DST>(all); }
 
 #define OFFLOAD_CONVERT(SRC, DST)                                                                                                          \
     extern "C" __global__ void offload_convert_##SRC##_##DST(const __grid_constant__ Convert all) { convert<SRC, DST>(all); }
