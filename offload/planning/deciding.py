@@ -22,7 +22,7 @@ from offload.planning.budget import LANDING_BUFFERS, LANDING_NBYTES, Tier
 from offload.planning.cost import cost, step_seconds
 from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import ALONE, Placement, Problem, RankGroup, Verdict, format_of, place
-from offload.planning.purposes import LANDING, RETAINED, UNITS_IN_USE
+from offload.planning.purposes import LANDING, RETAINED, ROOM_TO_UNDO, UNITS_IN_USE
 from offload.planning.sizes import Footprint, least_gradient_buffers
 from offload.planning.spare_device_memory import SpareDeviceMemory
 from offload.planning.spare_host_memory import SpareHostMemory
@@ -193,7 +193,17 @@ def _grown(problem: Problem, smallest: Placement, guessed: Problem) -> list[Plac
         found = SpareDeviceMemory(problem, fits).candidates(best)
     if problem.budget("cpu") is not None:
         found = [SpareHostMemory(problem, fits).best(one) for one in found]
-    return found
+    return [_without_vain_room(problem, one) for one in found]
+
+
+def _without_vain_room(problem: Problem, placement: Placement) -> Placement:
+    """Without second places in host memory, if a step of so many tokens takes longer with them: to write there takes as much of
+    that memory as another record."""
+    taken = any((line.tier, line.purpose) == ("cpu", ROOM_TO_UNDO) for line in placement.plan.lines)
+    if not taken or problem.config.update == "backward" or not problem.config.tokens:
+        return placement
+    without = place(problem, replace(placement.choice, undoes_in_memory=False))
+    return min(placement, without, key=lambda one: step_seconds(problem, one, cost(problem, one)))
 
 
 def _with_more_landing(

@@ -259,10 +259,10 @@ def place(problem: Problem, choice: Choice) -> Placement:
     undoable: list[UnitSizes] = []
     if problem.speculates(choice.states):
         through = [MemoryLine(tier, purpose, count * nbytes) for (tier, purpose), (count, nbytes) in buffers.items()]
-        undoable = _undoable(problem, routes, MemoryPlan((*lines, *sums, *through)))
+        undoable = _undoable(problem, routes, MemoryPlan((*lines, *sums, *through)), in_memory=choice.undoes_in_memory)
         routes = with_undo(routes, {unit.index: any(unit.records(routes[unit.index].crosses).read) for unit in undoable})
     undo_nbytes = sum((_undo_nbytes(unit, routes[unit.index]) for unit in undoable), Counter[Tier]())
-    lines.extend(MemoryLine(tier, "room to undo updates", count) for tier, count in undo_nbytes.items())
+    lines.extend(MemoryLine(tier, purposes.ROOM_TO_UNDO, count) for tier, count in undo_nbytes.items())
     lines.extend(MemoryLine(tier, purpose, count * nbytes) for (tier, purpose), (count, nbytes) in buffers.items())
     transit = 0
     if problem.packs_gradients:
@@ -359,7 +359,7 @@ def _transit_buffer_count(problem: Problem, leaving: Sequence[UnitSizes], other_
 # ---- room to undo ----------------------------------------------------------------------------------------------------
 
 
-def _undoable(problem: Problem, routes: Sequence[Route], others: MemoryPlan) -> list[UnitSizes]:
+def _undoable(problem: Problem, routes: Sequence[Route], others: MemoryPlan, *, in_memory: bool = True) -> list[UnitSizes]:
     """Units of which an update overwrites nothing that could not be had again, as many as there is room for besides what must
     be there; of the last first, which backward reaches first."""
     left = _room_to_undo(problem, others)
@@ -374,7 +374,7 @@ def _undoable(problem: Problem, routes: Sequence[Route], others: MemoryPlan) -> 
         nbytes = sizes[told]
         if nbytes is None or unit.index in problem.expected.late_units:
             continue
-        if all(count <= left[tier] for tier, count in nbytes.items()):
+        if all(count <= left[tier] and (in_memory or tier != "cpu") for tier, count in nbytes.items()):
             found.append(unit)
             left.subtract(nbytes)
     return found

@@ -64,7 +64,8 @@ NOTHING_NEAR = Near()
 class Choice:
     """`parameters`, `states`, `gradients`: the furthest tier of each. `retained`: buffers for fp32 gradients on their way to
     NVMe. `landing`: buffers for gradients that are added up on the host. `spare_nbytes`: of device memory beyond what is needed
-    for units in use, so that some stay between their uses."""
+    for units in use, so that some stay between their uses. `undoes_in_memory`: second places in host memory, as far as there is
+    room, so that updates begin in backward."""
 
     parameters: Tier
     states: Tier
@@ -75,3 +76,4 @@ class Choice:
     kept: Kept = NOTHING_KEPT
     near: Near = NOTHING_NEAR
     spare_nbytes: int = 0
+    undoes_in_memory: bool = True

@@ -217,7 +217,7 @@ def test_a_step_by_tables_is_one_launch(own_master: bool) -> None:
     for place, context in zip(both, (nullcontext(), launched_by(DeviceKernels(launcher))), strict=True):
         with context:
             tables = [StepTable(form, numel, dtype, spans) for _ in place]
-            joined = JoinedTable([(table, *one) for table, one in zip(tables, place, strict=True)])
+            joined = JoinedTable([(table, *one, None) for table, one in zip(tables, place, strict=True)])
             joined.update_chunks(gradients, numbers, 0.3)
             joined.update([one[span.low : span.high] for one in gradients for span in spans], (HYPER, 5), -0.3)
             tables[0].update(None, *place[0], gradients[0], (HYPER, 6), 1.0)

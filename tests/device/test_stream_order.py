@@ -86,9 +86,7 @@ def in_memory(**options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("room", ["ample", "none"])
 @pytest.mark.parametrize("update", ["step", pytest.param("backward", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("parameters", "states"), EVERY)
-def test_no_race(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str, update: str, room: str
-) -> None:
+def test_no_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str, update: str, room: str) -> None:
     """`room`: on the device, for units that stay and for sums of micro-batches."""
     expected = in_memory(update=update)
     detector = play(monkeypatch)

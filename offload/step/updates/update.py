@@ -248,10 +248,11 @@ class Updates:
         see each of them."""
         if self.watcher is not None or len(updates) < 2 or (self._reads and updates[0].chunk.route.update_in is Memory.HOST):
             return False
-        return all(one.updates_every_slot and not one.cancelled and self._values(one.chunk).stays(one.chunk) for one in updates)
+        ready = (one.updates_every_slot and not one.cancelled for one in updates)
+        return all(ready) and all(self._values(one.chunk).stays(one.chunk) for one in updates)
 
     def _apply_at_once(self, update: UnitUpdate) -> None:
-        """Between calls for each chunk the pool's threads fall asleep, and to wake many takes as long as the chunk; a launch for
+        """Between calls for each chunk the pool's threads fall asleep, and to wake many takes as long as the chunk. A launch for
         each takes the host as long as a small one takes the device."""
         updates, chunks = update.chunks, [one.chunk for one in update.chunks]
         for one in updates:
