@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains PyTorch models that do not fit in GPU memory: parameters, gradients and optimizer states in CPU memory or on NVMe."""
 
+from offload.checkpoint_import.values import export_universal_checkpoint, import_checkpoint, read_values
 from offload.config import Config
 from offload.deferred_init.deferred_init import deferred_init
 from offload.engine import Engine
@@ -18,7 +19,6 @@ from offload.errors import (
     StorageError,
     UsageError,
 )
-from offload.importing.values import export_universal_checkpoint, import_checkpoint, read_values
 from offload.initialization import initialize, introductions
 from offload.integrations.prepared import mark_as_prepared
 from offload.model.lion import Lion

@@ -18,11 +18,11 @@ import os
 from pathlib import Path
 
 from offload.checkpoint.format.staged_folder import require_replaceable
+from offload.checkpoint_import.converting import KINDS, open_source, write_checkpoint
 from offload.cli.arguments import check_can_be_written, looking_at_paths
 from offload.cli.progress import ProgressLine
 from offload.cli.text import format_count
 from offload.errors import UsageError
-from offload.importing.converting import KINDS, open_source, write_checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ _BEGINS = " ..."
 LOGGERS = (
     *("offload.build.materialize", "offload.device.host_memory.host_pages"),
     *("offload.checkpoint.saving.writing", "offload.checkpoint.restoring", "offload.checkpoint.export.weights"),
-    *("offload.checkpoint.export.universal", "offload.importing.converting"),
+    *("offload.checkpoint.export.universal", "offload.checkpoint_import.converting"),
 )
 """What says how far `initialize`, a save, a load, an export and an import are."""
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import offload
-from offload.importing.converting import import_checkpoint
+from offload.checkpoint_import.converting import import_checkpoint
 from offload.model.weights import open_weights
 
 from ..acceptance.models import ON_CPU, adamw, stack

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import offload
 from offload.checkpoint.format.manifest_decoding import decode
+from offload.checkpoint_import.converting import import_checkpoint
 from offload.cli.main import main
-from offload.importing.converting import import_checkpoint
 
 from ..acceptance.models import ADAM_OPTIONS, ON_CPU, ON_NVME, adamw, stack
 from ..acceptance.runs import assert_close, assert_same_bits, refused

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from offload.checkpoint_import.converting import KINDS
 from offload.cli.main import _COMMANDS, main
-from offload.importing.converting import KINDS
 
 from .conftest import LLAMA, is_empty, run
 

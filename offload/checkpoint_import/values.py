@@ -12,8 +12,8 @@ from offload.checkpoint.export.universal import export_universal
 from offload.checkpoint.format import values as own
 from offload.checkpoint.format.numbering import checked_folder
 from offload.checkpoint.format.staged_folder import MANIFEST_NAME
-from offload.importing.converting import import_checkpoint as convert, open_source
-from offload.importing.source import SourceTensor
+from offload.checkpoint_import.converting import import_checkpoint as convert, open_source
+from offload.checkpoint_import.source import SourceTensor
 
 
 def read_values(dir: str | os.PathLike[str], *, trained_only: bool = False) -> dict[str, torch.Tensor]:

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from offload.checkpoint.format.manifest import MOMENTS
-from offload.importing.deepspeed_model import DeepSpeedModel, frozen_parameter, read_model
-from offload.importing.restricted_load import Unknown, load_naming
-from offload.importing.source import Source, SourceParameter, SourceTensor, as_step, in_parts, refused
+from offload.checkpoint_import.deepspeed_model import DeepSpeedModel, frozen_parameter, read_model
+from offload.checkpoint_import.restricted_load import Unknown, load_naming
+from offload.checkpoint_import.source import Source, SourceParameter, SourceTensor, as_step, in_parts, refused
 
 KIND = "deepspeed-zero"
 CLASSES = (

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from offload.importing.source import refused
+from offload.checkpoint_import.source import refused
 
 _METADATA_CLASSES = frozenset(
     {

@@ -27,9 +27,9 @@ from offload.checkpoint.format.manifest import (
 from offload.checkpoint.format.staged_folder import MANIFEST_NAME, StagedFolder
 from offload.checkpoint.format.tensor_file import TensorFile, TensorSpec, known_dtype, write_file
 from offload.checkpoint.packing import packed
+from offload.checkpoint_import import deepspeed_universal, deepspeed_zero, torch_distributed
+from offload.checkpoint_import.source import Source, SourceParameter, SourceTensor, check_source, reading, refused
 from offload.errors import CheckpointError
-from offload.importing import deepspeed_universal, deepspeed_zero, torch_distributed
-from offload.importing.source import Source, SourceParameter, SourceTensor, check_source, reading, refused
 from offload.model.file_dtypes import DTYPE_CODES
 from offload.progress import Progress
 

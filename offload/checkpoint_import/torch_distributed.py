@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from offload.checkpoint.format.manifest import MOMENTS
-from offload.importing.restricted_load import load_metadata, load_plain_bytes
-from offload.importing.source import (
+from offload.checkpoint_import.restricted_load import load_metadata, load_plain_bytes
+from offload.checkpoint_import.source import (
     Source,
     SourceParameter,
     SourceTensor,

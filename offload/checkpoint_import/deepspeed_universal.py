@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from offload.checkpoint.format.manifest import MOMENTS
+from offload.checkpoint_import.deepspeed_model import DeepSpeedModel, frozen_parameter, read_model
+from offload.checkpoint_import.deepspeed_zero import CLASSES, progress
+from offload.checkpoint_import.restricted_load import load_naming, load_plain
+from offload.checkpoint_import.source import Source, SourceParameter, SourceTensor, as_step, check_moments, in_parts, refused
 from offload.errors import CheckpointError
-from offload.importing.deepspeed_model import DeepSpeedModel, frozen_parameter, read_model
-from offload.importing.deepspeed_zero import CLASSES, progress
-from offload.importing.restricted_load import load_naming, load_plain
-from offload.importing.source import Source, SourceParameter, SourceTensor, as_step, check_moments, in_parts, refused
 
 KIND = "deepspeed-universal"
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from offload.checkpoint_import.restricted_load import load_plain, load_unchecked, require_whole_tensors
+from offload.checkpoint_import.source import SourceParameter, SourceTensor, as_shape, as_step, refused
 from offload.errors import CheckpointError
-from offload.importing.restricted_load import load_plain, load_unchecked, require_whole_tensors
-from offload.importing.source import SourceParameter, SourceTensor, as_shape, as_step, refused
 
 _KNOWN = frozenset(
     (
