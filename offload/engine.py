@@ -27,8 +27,8 @@ from offload.parts_renewal import PartsRenewal
 from offload.profiling.profile import Profile
 from offload.statistics import statistics
 from offload.step.components import Components
+from offload.step.parameter_access.loading import ValueLoading
 from offload.step.training import Training
-from offload.step.values.loading import ValueLoading
 from offload.taken_model import TakenModel
 
 

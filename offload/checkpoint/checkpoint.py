@@ -34,8 +34,8 @@ from offload.model.weight_names import set_buffer
 from offload.ranks.next_transfers import MeetingPoint
 from offload.step.calls import in_backward
 from offload.step.components import Components
+from offload.step.parameter_access.gathering import Gathering
 from offload.step.training import Training
-from offload.step.values.gathering import Gathering
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@
     residency   units fetched for it, and let go of
     gradients   from autograd to the update
     updates     the optimizer step
-    values      whole values by name, between steps
+    parameter_access  whole parameters and states by name, between steps
     threads     which thread may go through the model, and what stops it
 
 `training` drives them; `uses` counts who needs which unit; `speculation` begins updates that may be undone; `timeline` says

@@ -33,8 +33,8 @@ from offload.model.flat import ParameterInfo
 from offload.model.peft_names import is_peft, is_peft_model, library_models
 from offload.ranks.next_transfers import MeetingPoint
 from offload.step.components import Components
+from offload.step.parameter_access.gathering import Gathering
 from offload.step.training import Training
-from offload.step.values.gathering import Gathering
 
 _SAVE_OPTIONS = (
     *("max_shard_size", "save_original_format"),

@@ -15,8 +15,8 @@ from offload.model.flat import ParameterInfo
 from offload.ranks.next_transfers import MeetingPoint
 from offload.step.components import Components
 from offload.step.homes import Homes
+from offload.step.parameter_access.gathering import Gathering
 from offload.step.training import Training
-from offload.step.values.gathering import Gathering
 
 VALUE, GRADIENT, STEP = "value", "gradient", "step"
 
