@@ -31,8 +31,8 @@ from offload.planning.free_memory import FreeMemory
 from offload.ranks.next_transfers import MeetingPoint
 from offload.step.components import Components, give_back
 from offload.step.hooks.module_hooks import Hooks
-from offload.step.threads.held_interrupt import HeldInterrupt
-from offload.step.threads.taking_turns import Turn
+from offload.step.thread_safety.held_interrupt import HeldInterrupt
+from offload.step.thread_safety.taking_turns import Turn
 from offload.taken_model import GivingUp, TakenModel
 
 T = TypeVar("T")

@@ -38,8 +38,8 @@ from offload.step.hooks.model_events import ModelEvents
 from offload.step.hooks.module_hooks import Hooks
 from offload.step.parameter_access.gathering import Gathering
 from offload.step.parameter_access.named_states import NamedStates
-from offload.step.threads.held_interrupt import HeldInterrupt
-from offload.step.threads.taking_turns import Turn
+from offload.step.thread_safety.held_interrupt import HeldInterrupt
+from offload.step.thread_safety.taking_turns import Turn
 from offload.step.timeline import LinkMeter
 from offload.step.training import Training
 

@@ -22,7 +22,7 @@ _PLACES = {
     "gradients_together_nbytes": ("offload.step.waiting_gradients._TOGETHER_NBYTES",),
     "quiet_steps": ("offload.step.clip_history.QUIET_STEPS",),  # before updates begin early
     "quiet_seconds": ("offload.checkpoint.saving.idleness.QUIET_SECONDS",),  # before a save makes updates
-    "patience_seconds": ("offload.step.threads.taking_turns.PATIENCE_SECONDS",),
+    "patience_seconds": ("offload.step.thread_safety.taking_turns.PATIENCE_SECONDS",),
     "all_cores_numel": ("offload._native._HANDED_OUT_NUMEL",),
     "remembered_nbytes": ("offload.deferred_init.present_values.REMEMBERED_NBYTES",),
     "values_said_every_nbytes": ("offload.build.materialize._SAID_EVERY_NBYTES",),

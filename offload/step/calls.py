@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offload.model.unit import Unit
-from offload.step.threads.taking_turns import Turn
+from offload.step.thread_safety.taking_turns import Turn
 
 FORWARD = "forward"
 """What a turn lasts for while calls run outside of backward."""

@@ -23,8 +23,8 @@ from offload.ranks.all_or_none import checksum
 from offload.ranks.next_transfers import MeetingPoint
 from offload.step.components import Components
 from offload.step.homes import Homes
-from offload.step.threads.call_depth import require_stack
-from offload.step.threads.failure_state import FailureState
+from offload.step.thread_safety.call_depth import require_stack
+from offload.step.thread_safety.failure_state import FailureState
 from offload.step.uses import Uses
 
 

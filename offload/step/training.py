@@ -29,9 +29,9 @@ from offload.step.gradients.norm import clip_factor, norm_of
 from offload.step.loss_scale import LossScale
 from offload.step.parameter_gradients import ParameterGradients
 from offload.step.speculation import Speculation
-from offload.step.threads.call_depth import require_stack
-from offload.step.threads.failure_state import FailureState
-from offload.step.threads.taking_turns import Turn
+from offload.step.thread_safety.call_depth import require_stack
+from offload.step.thread_safety.failure_state import FailureState
+from offload.step.thread_safety.taking_turns import Turn
 from offload.step.update_making import HyperOf, UpdateMaker
 from offload.step.uses import Uses
 

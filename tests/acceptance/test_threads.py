@@ -23,7 +23,7 @@ from offload.device.lane import HostLane
 from offload.device.pending import Pending
 from offload.model.unit import Unit
 from offload.step.calls import Call
-from offload.step.threads import taking_turns
+from offload.step.thread_safety import taking_turns
 from tests.devices import at_update_lane
 from tests.inside import parts_of
 from tests.small_sizes import small

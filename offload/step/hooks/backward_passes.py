@@ -29,8 +29,8 @@ from offload.step.hooks.model_events import ModelEvents
 from offload.step.hooks.shared_gradients import SharedGradients, is_accumulated
 from offload.step.nested_tensors import tensors_in
 from offload.step.second_order import SecondOrder, levels_of
-from offload.step.threads.call_depth import require_stack
-from offload.step.threads.taking_turns import Turn
+from offload.step.thread_safety.call_depth import require_stack
+from offload.step.thread_safety.taking_turns import Turn
 from offload.step.training import Training
 
 

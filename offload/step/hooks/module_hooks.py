@@ -35,7 +35,7 @@ from offload.step.hooks.model_events import ModelEvents
 from offload.step.hooks.uncompiled import Uncompiled
 from offload.step.nested_tensors import tensors_in, tensors_in_call
 from offload.step.second_order import levels_of
-from offload.step.threads.call_depth import require_stack
+from offload.step.thread_safety.call_depth import require_stack
 from offload.step.training import Training
 
 

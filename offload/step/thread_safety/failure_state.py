@@ -15,9 +15,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from offload.errors import EngineFailedError, NonFiniteGradientError, ParameterAccessError, UsageError, words_of
 from offload.ranks.group import Meeting
 from offload.ranks.next_transfers import MeetingPoint
-from offload.step.threads import held_interrupt
-from offload.step.threads.held_interrupt import HeldInterrupt
-from offload.step.threads.taking_turns import Turn, Turned
+from offload.step.thread_safety import held_interrupt
+from offload.step.thread_safety.held_interrupt import HeldInterrupt
+from offload.step.thread_safety.taking_turns import Turn, Turned
 
 _forks = 0
 """Of this process from others, as far as Python knows: to ask the system for the process is more than most work here."""
