@@ -21,9 +21,9 @@ from offload.checkpoint.preemption import Preemption
 from offload.checkpoint.saving.saves import Save
 from offload.config import Config, parse_nbytes
 from offload.deferred_init.held_tensors import Slot
+from offload.engine_rebuild import Rebuilding
 from offload.errors import EngineFailedError, UsageError, words_of
 from offload.model.optimizer import OffloadOptimizer
-from offload.parts_renewal import PartsRenewal
 from offload.profiling.profile import Profile
 from offload.statistics import statistics
 from offload.step.components import Components
@@ -54,7 +54,7 @@ class Engine:
         self._preemption: Preemption | None = None
         self._saves: Path | None = None
         try:
-            self._renewal = PartsRenewal(model, self._optimizer, config, parts, slots)
+            self._rebuilding = Rebuilding(model, self._optimizer, config, parts, slots)
         except BaseException:
             if self._optimizer is not None:
                 self._optimizer.disown()
@@ -62,7 +62,7 @@ class Engine:
 
     @property
     def _taken(self) -> TakenModel:
-        return self._renewal.current
+        return self._rebuilding.current
 
     @property
     def _parts(self) -> Components:
@@ -298,8 +298,8 @@ class Engine:
         On one rank an engine that failed can be used again after it: everything but its configuration is made anew.
         """
         path = checked_folder(dir, "load_checkpoint")
-        with self._renewal.revived():
-            return self._renewal.with_states(lambda: self._checkpointing.load(path))
+        with self._rebuilding.revived():
+            return self._rebuilding.with_states(lambda: self._checkpointing.load(path))
 
     def load_values(self, dir: str | os.PathLike[str], *, strict: bool = True) -> dict[str, Any]:
         """Set parameters and buffers from a checkpoint, as `load_state_dict` would; returns its client_state. Moments, step
@@ -321,8 +321,8 @@ class Engine:
                        `exit_if_terminated` at the end of each step brings about. The second ends the process at once.
         """
         path = checked_folder(dir, "resume_or_start")
-        with self._renewal.revived() as failure:
-            state = self._renewal.with_states(lambda: self._checkpointing.resume_or_start(path))
+        with self._rebuilding.revived() as failure:
+            state = self._rebuilding.with_states(lambda: self._checkpointing.resume_or_start(path))
             if state is None and failure is not None:
                 raise EngineFailedError(
                     f"there is no checkpoint in {str(dir)!r} to go on from, and the engine failed: {words_of(failure)}. "

@@ -5,7 +5,7 @@
                    trained once keeps its states, frozen or not, so a freeze changes nothing here
     newly known    places for as many micro-batches as a step turned out to have
 
-`PartsRenewal` carries everything over through a checkpoint.
+`Rebuilding` carries everything over through a checkpoint.
 """
 
 from __future__ import annotations

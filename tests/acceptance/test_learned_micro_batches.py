@@ -221,7 +221,7 @@ def test_what_fails_on_the_way_leaves_all_as_it_was(
 
     assert_same_bits(step(engine, 0), step(in_memory, 0))
     drives_from(monkeypatch, made)  # those of the parts that are made anew
-    with caplog.at_level(logging.WARNING, "offload.parts_renewal"):
+    with caplog.at_level(logging.WARNING, "offload.engine_rebuild"):
         for number in range(1, 3):
             assert_same_bits(step(engine, number), step(in_memory, number))
     assert routes(engine) == before and "the drive is full" in caplog.text and len(opened) == 2
@@ -271,7 +271,7 @@ def test_a_drive_that_fails_then_is_told_by_its_own_error(
     settle_writes(engine)
     backend.fails_next = True  # as all is saved that is carried over
     with (
-        caplog.at_level(logging.INFO, "offload.parts_renewal"),
+        caplog.at_level(logging.INFO, "offload.engine_rebuild"),
         pytest.raises(offload.StorageError, match="Input/output error"),
     ):
         step(engine, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's parts made anew: it has one set at a time, which has the model, and gets another that takes it over.
+"""An engine rebuilt behind its face: it has one set of parts at a time, which has the model, and another takes it over.
 
 That is so for what is newly trained, whose states need room; where budgets are given and a step turned out to have more
 micro-batches than states were placed for; and after a failure, when a load brings back a state.
@@ -39,7 +39,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class PartsRenewal:
+class Rebuilding:
     """See the module. `current` has the model now. Owned by the thread that drives the model."""
 
     def __init__(
@@ -62,8 +62,8 @@ class PartsRenewal:
         reference = weakref.ref(self)
 
         def successor() -> Hooks | None:
-            renewal = reference()
-            return renewal._anew() if renewal is not None else None
+            rebuilding = reference()
+            return rebuilding._anew() if rebuilding is not None else None
 
         return TakenModel(self._model, self._optimizer, self._config, parts, successor, self._turn)
 
