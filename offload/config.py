@@ -127,7 +127,7 @@ class Config:
         """This config for a loop that accumulates the gradients of so many micro-batches before each step, each of so many
         tokens on each rank. Places are then decided for that loop; else the engine learns the number of micro-batches from the
         first step. Without the tokens the model's computing counts as nothing, as in a step of the smallest batches."""
-        return told(self, micro_batches=max(int(micro_batches), 1), tokens=max(int(tokens), 0) or self.tokens)
+        return with_internal_settings(self, micro_batches=max(int(micro_batches), 1), tokens=max(int(tokens), 0) or self.tokens)
 
     def __post_init__(self) -> None:
         checks = (self._check_choices, self._check_state_format, self._check_numbers, self._check_paths, self._check_loss_scale)
@@ -232,7 +232,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class _Told(Config):
+class _InternalConfig(Config):
     """A `Config` with what others than the user say of a run."""
 
     states_on_device: float = 0.0
@@ -243,11 +243,13 @@ class _Told(Config):
     tokens: int = 0
 
 
-def told(config: Config, **values: Any) -> Config:
-    """The same with other values of those properties that are no fields of `Config`."""
+def with_internal_settings(config: Config, **values: Any) -> Config:
+    """The same config with other values of its internal settings: those properties that are no fields of `Config`."""
     if all(getattr(config, name) == value for name, value in values.items()):
         return config
-    return _Told(**({field.name: getattr(config, field.name) for field in dataclasses.fields(_Told)} | values))
+    return _InternalConfig(
+        **({field.name: getattr(config, field.name) for field in dataclasses.fields(_InternalConfig)} | values)
+    )
 
 
 def _is_path(given: object) -> bool:

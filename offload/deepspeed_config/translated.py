@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offload.config import Config, told
+from offload.config import Config, with_internal_settings
 from offload.deepspeed_config.data_types import DataTypes
 from offload.deepspeed_config.optimizers import Maker
 
@@ -38,7 +38,7 @@ class Half:
 
 def as_there(said: Translation) -> Config:
     """The config, of a run that begins and keeps what DeepSpeed's does."""
-    return told(
+    return with_internal_settings(
         said.config,
         masters_begin_rounded=True,
         persistent_numel=said.persistent_numel,

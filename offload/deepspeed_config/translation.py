@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from offload.config import Config, nearest, told
+from offload.config import Config, nearest, with_internal_settings
 from offload.deepspeed_config.data_types import read as read_data_types
 from offload.deepspeed_config.keys import LEAF_MODULE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SECTIONS, TOP, ZERO
 from offload.deepspeed_config.optimizers import Maker
@@ -78,7 +78,7 @@ class _Translator:
                 raise ConfigError(f"{key} is set twice: by {key}={self._own[key]!r} and by DeepSpeed's keys. Leave one out.")
         said = defaults | self._own | fields_
         on_device = said.pop("states_on_device", 0.0)
-        config = told(Config(**said), states_on_device=on_device)
+        config = with_internal_settings(Config(**said), states_on_device=on_device)
         return Translation(
             given=self._given,
             config=config,

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 import offload
 from offload.build.assembly import Known, lay_out
-from offload.config import told
+from offload.config import with_internal_settings
 from offload.deepspeed_config import translate
 from offload.device.accelerator import Accelerator
 from offload.device.cpu import CpuAccelerator
@@ -241,7 +241,10 @@ def test_sums_in_the_parameters_dtype_want_no_room_of_their_own(accumulates: boo
     model = build_layout(specs, chunk_numel=4096), Expected.of(0, [Use(number) for number in range(1, 8)])
     config = offload.Config(parameters="cpu", optimizer_states="cpu").expecting(2 if accumulates else 1)
     wide, narrow = (
-        Decision(told(config, sums_are_narrow=given), DeferredAccelerator(), *model, MOMENTS).decide().with_sums().plan
+        Decision(with_internal_settings(config, sums_are_narrow=given), DeferredAccelerator(), *model, MOMENTS)
+        .decide()
+        .with_sums()
+        .plan
         for given in (False, True)
     )
     numel = 8 * 16 * 4096

@@ -14,7 +14,7 @@ from torch import nn
 
 import offload
 from offload.cli.plans.outline import Outline
-from offload.config import told
+from offload.config import with_internal_settings
 from tests.inside import parts_of
 from tests.small_sizes import small
 
@@ -89,7 +89,7 @@ def test_where_several_micro_batches_are_expected_the_first_spills_two_bytes(
     beside = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters())
     fields: Any = {"parameters": "cpu", "optimizer_states": "nvme", "nvme": str(tmp_path), "dtype": "bf16", "update": "step"}
-    roomy = told(offload.Config(**fields).expecting(micro_batches), sums_are_narrow=narrow)
+    roomy = with_internal_settings(offload.Config(**fields).expecting(micro_batches), sums_are_narrow=narrow)
     with Outline(model, optimizer, roomy) as outline:
         least = outline.smallest_nbytes(outline.placement(), "cpu_memory")
     config = dataclasses.replace(roomy, cpu_memory=least)
@@ -117,7 +117,7 @@ def test_where_several_micro_batches_are_expected_the_first_spills_two_bytes(
         weights = engine.state_dict()
     assert found == [STEPS * traffic.read_nbytes, STEPS * traffic.written_nbytes]
     in_memory = offload.Config(parameters="device", optimizer_states="cpu", dtype="bf16", update="step")
-    in_memory = told(in_memory, sums_are_narrow=narrow)
+    in_memory = with_internal_settings(in_memory, sums_are_narrow=narrow)
     with offload.initialize(beside, torch.optim.AdamW(beside.parameters()), in_memory) as engine:
         steps(engine, 1 + STEPS)
         expected = engine.state_dict()
