@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload.planning.route import Route
-from offload.ranks.attendance import Attendance
+from offload.ranks.communication_thread import CommunicationThread
 from offload.ranks.group import Group, Meeting, NoMeeting
 from offload.ranks.rendezvous import Rendezvous
 from offload.ranks.transport import Ranks
@@ -90,7 +90,7 @@ class SeveralRanks(OneRank):
             self._foundation, self._ranks,
             parameter_store=parameter_store, fetcher=self._own_fetcher, updates=updates, reduction=self._reduction,
         )  # fmt: skip
-        return (Attendance(self._ranks, self._rendezvous, exchange),)
+        return (CommunicationThread(self._ranks, self._rendezvous, exchange),)
 
 
 def rank_parts(ranks: Group, foundation: Foundation) -> OneRank:

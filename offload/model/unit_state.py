@@ -114,10 +114,10 @@ class UnitShard:
 
 @dataclass(slots=True, eq=False)
 class UnitGradient:
-    """Written by `Reduction` in the thread that drives the model (and backward's), `present` by the attendance's.
+    """Written by `Reduction` in the thread that drives the model (and backward's), `present` by the communication thread.
 
     buffers  by position in the unit's flats: [flat.numel], the flat's dtype, or fp32 once something was added. They are the
-             attendance's thread's while `asked` is not settled
+             communication thread's while `asked` is not settled
     arrived  parameters whose gradient this rank has put there since they were last reduced
     asked    their reduction; `ready`: when what compute does to the buffers is done
     present  parameters that got a gradient on some rank since the last step, as far as reduced

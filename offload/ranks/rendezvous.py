@@ -3,7 +3,7 @@
 
 The training thread asks for gathers ahead of use and for reductions as gradients get ready, and goes on computing; it
 blocks only where it needs a result (`wait`) or where all ranks pass a point of the program together (`meet`). A thread of
-its own attends to that (`offload.ranks.attendance`).
+its own does that (`offload.ranks.communication_thread`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Bell:
 class Request(Pending):
     """Something asked for at the rendezvous. `wait` is the training thread's alone: it tells the others that it blocks.
 
-    result   what compute waits for beyond that, if this rank gets something; `settled`: it is done. Written by the attendance
+    result   what compute waits for beyond that, if this rank gets something; `settled`: it is done. Written by the
+             communication thread
     """
 
     def __init__(self, rendezvous: Rendezvous, blocked: Blocked, unit_index: int) -> None:
@@ -72,7 +73,7 @@ class Rendezvous:
 
     gathers, reductions  the queues of what is asked for and not settled, by unit index: what is announced
     blocked              what the training thread waits for; AT_POINT: with the action that is to run there
-    failure              why the ranks can meet no more. Written by the attendance, once
+    failure              why the ranks can meet no more. Written by the communication thread, once
     abandoned_because    why this rank stops, if it does. Written by who finds that out
     """
 
@@ -196,18 +197,18 @@ class Rendezvous:
         return asked
 
     def wake(self) -> None:
-        """Have the attendance look what there is to attend to."""
+        """Have the communication thread look what there is to attend to."""
         self.asked.put(None)
 
     def _require_going_on(self) -> None:
         if self.failure is not None:
             raise self.failure
 
-    # ---- the attendance ------------------------------------------------------------------------------------------
+    # ---- the communication thread --------------------------------------------------------------------------------
 
     def announcement(self) -> Announcement | None:
         """What the others are to be told now; None: nothing is asked for, and nobody is to be watched."""
-        while not self.asked.empty():  # the attendance alone takes from it
+        while not self.asked.empty():  # the communication thread alone takes from it
             self.asked.get()
         if self._abandoned_because:
             raise RankError(f"this rank stopped, and has left the others: {self._abandoned_because}")

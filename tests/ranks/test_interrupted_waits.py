@@ -23,7 +23,7 @@ POINT = next(point for point in MeetingPoint if point is not MeetingPoint.NONE)
 
 
 def test_a_wait_for_a_while_ends_where_the_thread_is_put_off_as_it_begins() -> None:
-    """A rank's attendance waits so for a tenth of a millisecond: without an end that rank would meet the others no more."""
+    """A communication thread waits so for a tenth of a millisecond: without an end its rank would meet the others no more."""
     asked = Threads().queue()
 
     def wait_often() -> None:
@@ -56,7 +56,7 @@ class Interruption:
 
 
 class Attending(threading.Thread):
-    """As an attendance does: once this rank waits, it is answered. In the end, what is said of this rank."""
+    """As a communication thread does: once this rank waits, it is answered. In the end, what is said of this rank."""
 
     def __init__(self, rendezvous: Rendezvous, answer: Callable[[], None]) -> None:
         super().__init__(daemon=True)

@@ -18,7 +18,7 @@ from offload.tiers.memory import HostMemory
 
 
 class ShardExchange:
-    """The attendance's `Service`. Runs in its thread; a rank that only lends its shard is blocked meanwhile."""
+    """The communication thread's `Service`. Runs in its thread; a rank that only lends its shard is blocked meanwhile."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that attends to a rendezvous: it talks to the other ranks, and does what all of them agreed on.
+"""The thread that communicates for a rendezvous: it talks to the other ranks, and does what all of them agreed on.
 
 It announces what is asked for to the other ranks, decides with them (`offload.ranks.next_transfers`), and has the `Service`
 move the bytes, while the training thread computes. Nothing of it exists on one rank.
@@ -27,7 +27,7 @@ _WATCH_SECONDS = 0.1
 
 
 class Service(Protocol):
-    """Moves the bytes of what was agreed. Called by the attendance's thread."""
+    """Moves the bytes of what was agreed. Called by the communication thread."""
 
     def gather(self, unit_index: int, wanters: frozenset[int]) -> Pending | None:
         """Bring a unit to those members; returns what compute must wait for, if this is one of them and that is not over."""
@@ -36,7 +36,7 @@ class Service(Protocol):
         """Average a unit's gradients over all members, and hand this rank its part."""
 
 
-class Attendance:
+class CommunicationThread:
     """See the module. `close()` ends its thread; so does dropping it."""
 
     def __init__(self, ranks: Ranks, rendezvous: Rendezvous, service: Service) -> None:
@@ -125,13 +125,13 @@ class Attendance:
             self._rendezvous.pass_point()
 
 
-def _serve(reference: weakref.ref[Attendance], asked: Asked) -> None:
+def _serve(reference: weakref.ref[CommunicationThread], asked: Asked) -> None:
     while True:
         asked.get()
-        attendance = reference()
-        if attendance is None or not attendance.run():
+        owner = reference()
+        if owner is None or not owner.run():
             return
-        del attendance
+        del owner
 
 
 def _bits(units: frozenset[int], word_count: int) -> list[int]:
