@@ -42,9 +42,9 @@ from offload.model.partition import ModuleUnit, fold_for_ranks, join_neighbours,
 from offload.model.quantized import PackedWeights
 from offload.model.weights import WeightSource
 from offload.planning.deciding import Decision, Weight, quickest
-from offload.planning.five_lines import lines_of
 from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import ALONE, Placement, RankGroup
+from offload.planning.placement_summary import summary_of
 from offload.planning.use_trace import Expected
 from offload.ranks.all_or_none import Facts, together
 from offload.ranks.group import Group
@@ -172,7 +172,7 @@ class Assembly:
                 known = described.known(accelerator, known.moments)
                 layout, placement = lay_out_together(ranks, config, known)
             if ranks.index == 0:
-                for line in lines_of(placement):
+                for line in summary_of(placement):
                     _log.info("%s", line)
             together(ranks, lambda: self._require_room(placement, described))
             building = Building(made, accelerator, layout, placement, config, ranks, known.moments)

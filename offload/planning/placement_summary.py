@@ -9,7 +9,7 @@ from offload.planning.placement import Placement, Verdict
 _LISTED = 3
 
 
-def lines_of(placement: Placement) -> list[str]:
+def summary_of(placement: Placement) -> list[str]:
     """Where states lie, what that takes, how long a step takes at least, what else was weighed, by which rates."""
     verdict = placement.verdict
     if verdict is None:
