@@ -15,7 +15,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from offload.checkpoint.agreement import Agreement
-from offload.checkpoint.format.staged_folder import PREFIX, StagedFolder, remove_leftovers
+from offload.checkpoint.format.leftovers import PREFIX, remove_leftovers
+from offload.checkpoint.format.staged_folder import StagedFolder
 from offload.config import Config
 from offload.errors import RankError
 from offload.ranks.group import Group, Meeting

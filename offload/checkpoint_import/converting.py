@@ -14,6 +14,7 @@ import torch
 
 from offload.checkpoint.format.consistency import row_major
 from offload.checkpoint.format.manifest import (
+    MANIFEST_NAME,
     MOMENTS,
     BufferEntry,
     LossScaleEntry,
@@ -24,7 +25,7 @@ from offload.checkpoint.format.manifest import (
     TensorEntry,
     encode,
 )
-from offload.checkpoint.format.staged_folder import MANIFEST_NAME, StagedFolder
+from offload.checkpoint.format.staged_folder import StagedFolder
 from offload.checkpoint.format.tensor_file import TensorFile, TensorSpec, known_dtype, write_file
 from offload.checkpoint.packing import packed
 from offload.checkpoint_import import deepspeed_universal, deepspeed_zero, torch_distributed

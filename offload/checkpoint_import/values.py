@@ -10,8 +10,8 @@ import torch
 
 from offload.checkpoint.export.universal import export_universal
 from offload.checkpoint.format import values as own
+from offload.checkpoint.format.manifest import MANIFEST_NAME
 from offload.checkpoint.format.numbering import checked_folder
-from offload.checkpoint.format.staged_folder import MANIFEST_NAME
 from offload.checkpoint_import.converting import import_checkpoint as convert, open_source
 from offload.checkpoint_import.source import SourceTensor
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from offload.build.assembly import DTYPES
 from offload.checkpoint.export.offline import check_exportable, export_checkpoint
 from offload.checkpoint.export.universal import check_universal, export_universal
-from offload.checkpoint.format.staged_folder import MANIFEST_NAME, require_replaceable
+from offload.checkpoint.format.manifest import MANIFEST_NAME
+from offload.checkpoint.format.staged_folder import require_replaceable
 from offload.cli.arguments import check_can_be_written, looking_at_paths
 from offload.cli.progress import ProgressLine
 from offload.cli.text import format_nbytes

@@ -20,7 +20,7 @@ from torch import nn
 
 import offload
 from offload.checkpoint.carry_over import passing_checkpoint
-from offload.checkpoint.format import staged_folder
+from offload.checkpoint.format.leftovers import PREFIX
 from offload.ranks.group import Alone, NoMeeting
 from tests.drives import drives_from
 from tests.scratch_files import scratch_files
@@ -464,7 +464,7 @@ def test_ctrl_c_waits_while_parts_are_made_anew(
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr(module, name, interrupted)
                 one_step(run, seed=1)
-            assert not list(nvme.glob(f"{staged_folder.PREFIX}*"))
+            assert not list(nvme.glob(f"{PREFIX}*"))
         one_step(run, seed=2)
         weights.append(engine.state_dict())
     assert_same_bits(weights[1], weights[0])

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import offload
-from offload.checkpoint.format.staged_folder import StagedFolder, remove_leftovers, take_back
+from offload.checkpoint.format.leftovers import remove_leftovers, take_back
+from offload.checkpoint.format.staged_folder import StagedFolder
 from tests.file_systems import no_locks
 from tests.warm import WarmProcess
 

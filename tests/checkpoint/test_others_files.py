@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import offload
-from offload.checkpoint.format.staged_folder import StagedFolder, remove_leftovers, take_back
+from offload.checkpoint.format.leftovers import remove_leftovers, take_back
+from offload.checkpoint.format.staged_folder import StagedFolder
 from tests.file_systems import at_call, raising
 
 from ..acceptance.models import ON_CPU, Setup, adamw, stack

@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 
 from offload.checkpoint.export.weights import Exporter
-from offload.checkpoint.format.manifest import Manifest, ModelEntry, ParameterEntry
+from offload.checkpoint.format.manifest import MANIFEST_NAME, Manifest, ModelEntry, ParameterEntry
 from offload.checkpoint.format.opened import OpenedCheckpoint
-from offload.checkpoint.format.staged_folder import MANIFEST_NAME
 from offload.checkpoint.format.values import check_without_model
 from offload.checkpoint.model_names import CONFIGS
 from offload.errors import CheckpointError

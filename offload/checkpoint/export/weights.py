@@ -16,7 +16,8 @@ from torch import nn
 from offload.checkpoint.export.arriving import Arriving
 from offload.checkpoint.export.peft import AdapterFile
 from offload.checkpoint.format.consistency import row_major, same_order
-from offload.checkpoint.format.staged_folder import StagedFolder, sync
+from offload.checkpoint.format.folders import sync
+from offload.checkpoint.format.staged_folder import StagedFolder
 from offload.checkpoint.format.tensor_file import TensorFile, TensorSpec, known_dtype, write_file
 from offload.checkpoint.model_names import CONFIGS
 from offload.model.conversions import Conversion, reversions

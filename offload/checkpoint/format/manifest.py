@@ -13,6 +13,7 @@ import zlib
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+MANIFEST_NAME = "MANIFEST.json"
 FORMAT = "offload-checkpoint"
 VERSION, VERSION_IMPORTED, VERSION_PADDED, VERSION_PARTIAL = 1, 2, 3, 4
 """A checkpoint is written in the lowest version that can say what it is."""

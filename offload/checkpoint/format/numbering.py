@@ -11,9 +11,11 @@ import os
 import re
 from pathlib import Path
 
+from offload.checkpoint.format.leftovers import retire, take_back
+from offload.checkpoint.format.manifest import MANIFEST_NAME
 from offload.checkpoint.format.others_files import is_of_checkpoint
 from offload.checkpoint.format.soundness import Soundness
-from offload.checkpoint.format.staged_folder import MANIFEST_NAME, raise_if_short, retire, take_back, write_failure
+from offload.checkpoint.format.staged_folder import raise_if_short, write_failure
 from offload.config import expanded
 from offload.errors import StorageError, UsageError
 

@@ -18,9 +18,11 @@ from pathlib import Path
 import torch
 
 from offload.checkpoint.format.crc32 import crc32
-from offload.checkpoint.format.manifest import Manifest, TensorEntry
+from offload.checkpoint.format.folders import lock_folder, open_folder
+from offload.checkpoint.format.leftovers import take_back
+from offload.checkpoint.format.manifest import MANIFEST_NAME, Manifest, TensorEntry
 from offload.checkpoint.format.manifest_decoding import decode
-from offload.checkpoint.format.staged_folder import MANIFEST_NAME, lock_folder, open_folder, raise_if_short, take_back
+from offload.checkpoint.format.staged_folder import raise_if_short
 from offload.checkpoint.format.tensor_file import raw_bytes
 from offload.errors import CheckpointError
 from offload.model.file_dtypes import DTYPES

@@ -9,6 +9,8 @@ import os
 import re
 from pathlib import Path
 
+from offload.checkpoint.format.folders import sync
+
 CHECKPOINT_FILE = re.compile(
     r"MANIFEST\.json|((unit-[0-9]{5,}|buffers|random)-rank-[0-9]{5,}|part-[0-9]{5,}|buffers)\.safetensors"
 )
@@ -22,14 +24,14 @@ def is_of_checkpoint(name: str) -> bool:
     return CHECKPOINT_FILE.fullmatch(name) is not None
 
 
-def move_others(aside: Path, target: Path) -> bool:
-    """Move what is not a checkpoint's own from a former folder into that which has its name now. Whether there was any.
+def move_others(aside: Path, target: Path) -> None:
+    """Move what is not a checkpoint's own from a former folder into that which has its name now, durably.
 
     What cannot move stays where it is, and the log says so."""
     try:
         names = [name for name in os.listdir(aside) if not is_of_checkpoint(name)]
     except FileNotFoundError:
-        return False  # somebody else removed it
+        return  # somebody else removed it
     for name in names:
         try:
             _move(aside / name, target / name)
@@ -37,7 +39,8 @@ def move_others(aside: Path, target: Path) -> bool:
             continue  # somebody else moved it
         except OSError as error:
             _log.warning("%s lies at %s now (%s)", target / name, aside / name, error.strerror)
-    return bool(names)
+    if names:
+        sync(target)
 
 
 def _move(source: Path, target: Path) -> None:

@@ -1,56 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders that are there whole or not at all: written under another name, made durable, then renamed.
 
-Names in the parent of a target folder T, each with a token of its own:
-
-    .offload-new-*         being made, not yet locked (microseconds)
-    .offload-saving-*      being written; locked (flock on the folder) as long as its process lives
-    .offload-aside-*-T     the former T, while the new one takes its name; holds until the new one has it
-    .offload-removing-*    no longer wanted
-
-What others put into T is theirs: it moves on into the new T, whether it was there before or came while that was written.
-
-A kill leaves some of these. The next save in the same parent takes back or removes those whose lock is free: an aside
-folder whose T is missing becomes T again, everything else goes. A folder whose lock is held belongs to a living process
-and is left alone. On file systems without such locks (NFS has none for folders) so is what may be in writing; what is no
-longer wanted goes, even if another process is reading it.
+What others put into a target is theirs: it moves on into the new one, whether it was there before or came while that was
+written. What a kill leaves is found again by the names that `offload.checkpoint.format.leftovers` lists.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
-import re
 import secrets
-import shutil
 import stat
-import time
 from collections.abc import Collection
 from contextlib import suppress
-from enum import Enum
 from pathlib import Path
 
-from offload.checkpoint.format.others_files import CHECKPOINT_FILE, is_of_checkpoint, move_others
+from offload.checkpoint.format.folders import lock_folder, make_parents, open_folder, sync
+from offload.checkpoint.format.leftovers import (
+    OUR_FILE,
+    PREFIX,
+    remove_for_all,
+    remove_leftovers,
+    remove_quietly,
+    take_back,
+)
+from offload.checkpoint.format.manifest import MANIFEST_NAME
+from offload.checkpoint.format.others_files import is_of_checkpoint, move_others
 from offload.errors import CheckpointError, StorageError
 from offload.tiers.io.failure import CHECKPOINT, errno_text, remedy_of, storage_error
-
-PREFIX = ".offload-"
-_TOKEN = r"[0-9a-f]{16}"
-_NEW = re.compile(rf"\.offload-new-{_TOKEN}")
-_SAVING = re.compile(rf"\.offload-saving-{_TOKEN}")
-_REMOVING = re.compile(rf"\.offload-removing-{_TOKEN}")
-_STAGED = re.compile(rf"\.offload-(new|saving)-{_TOKEN}")
-_ASIDE = re.compile(rf"\.offload-aside-{_TOKEN}-(.+)", re.DOTALL)
-_NEW_LIFETIME_SECONDS = 3600
-_LATE_FILES = 3
-"""Of other ranks, which had found the folder before it lost its name."""
-OUR_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.(safetensors|json)|MANIFEST\.json(\.new)?")
-"""What a folder made here may hold; a folder with anything else in it is never removed."""
-_STAGED_FILE = re.compile(rf"{OUR_FILE.pattern}|[A-Za-z0-9_]+\.pt")
-"""The same of one that has no name of its own yet, at any depth: what becomes another project's checkpoint, too."""
-MANIFEST_NAME = "MANIFEST.json"
 
 _log = logging.getLogger(__name__)
 
@@ -68,50 +46,6 @@ def raise_if_short(path: Path, error: OSError) -> None:
     """Of a checkpoint that is read: what this process lacks says nothing of it, so it is not to be passed over."""
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
         raise storage_error("cannot open", path, error.errno, CHECKPOINT) from error
-
-
-def sync(path: Path) -> None:
-    """Make a file durable, or the names in a folder."""
-    fileno = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fileno)
-    finally:
-        os.close(fileno)
-
-
-def _make_parents(path: Path) -> None:
-    missing: list[Path] = []
-    while not path.exists():
-        missing.append(path)
-        path = path.parent
-    for folder in reversed(missing):
-        folder.mkdir(exist_ok=True)
-        sync(folder.parent)
-
-
-class Lock(Enum):
-    """What came of asking for a folder's lock without waiting."""
-
-    OURS = "ours"
-    HELD = "held by a living process"
-    UNKNOWN = "the file system has no locks"
-
-
-def lock_folder(fileno: int, *, shared: bool = False) -> Lock:
-    """Ask for the lock of an open folder; it is let go when `fileno` is closed."""
-    try:
-        fcntl.flock(fileno, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return Lock.HELD
-    except OSError as error:
-        _log.debug("no folder locks: %s", error)
-        return Lock.UNKNOWN
-    return Lock.OURS
-
-
-def open_folder(path: Path, *, follow: bool = False) -> int:
-    """A descriptor of the folder `path`, which must be one itself unless links are to be followed."""
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
 
 
 def require_replaceable(target: Path, *, replace: bool) -> None:
@@ -158,7 +92,7 @@ class StagedFolder:
     def __enter__(self) -> StagedFolder:
         parent = self.target.parent
         try:
-            _make_parents(parent)
+            make_parents(parent)
             take_back(parent)
             require_replaceable(self.target, replace=self._replace)
             remove_leftovers(parent)
@@ -174,7 +108,7 @@ class StagedFolder:
         try:
             for place in self._places if self.path != self.target else ():
                 with suppress(FileNotFoundError):
-                    _remove_for_all(place)
+                    remove_for_all(place)
         except OSError as error:
             _log.warning("left in place for the next save: %s (%s)", self.path, error.strerror)
         finally:
@@ -188,7 +122,7 @@ class StagedFolder:
             os.fsync(self._filenos[0])
             self._take_name(asides)
             for aside in asides:
-                _move_on(aside, self.target)
+                move_others(aside, self.target)
             sync(self.target.parent)
         except (OSError, CheckpointError) as error:
             if self.path != self.target:
@@ -268,141 +202,3 @@ def _names_in(target: Path) -> list[str]:
     except FileNotFoundError:
         return []
     raise CheckpointError(f"{str(target)!r} exists and is not a folder: remove it, or save under another name.")
-
-
-def _move_on(aside: Path, target: Path) -> None:
-    if move_others(aside, target):
-        sync(target)
-
-
-def take_back(parent: Path) -> None:
-    """Give aside folders whose target is missing their name again: a kill came between two renames."""
-    for name in _names(parent):
-        match = _ASIDE.fullmatch(name)
-        if match is None or os.path.lexists(parent / match[1]):
-            continue
-        try:
-            fileno = open_folder(parent / name)
-        except FileNotFoundError:
-            continue
-        try:
-            if lock_folder(fileno) is not Lock.HELD and not os.path.lexists(parent / match[1]):
-                os.rename(parent / name, parent / match[1])
-                sync(parent)
-        finally:
-            os.close(fileno)
-
-
-def remove_leftovers(parent: Path) -> None:
-    """Remove what killed saves left in `parent`."""
-    for name in _names(parent):
-        path, aside = parent / name, _ASIDE.fullmatch(name)
-        if aside is not None:
-            _remove_superseded(path, parent / aside[1])
-        elif _SAVING.fullmatch(name) or _REMOVING.fullmatch(name) or _is_old_new(path):
-            remove_quietly(path)
-
-
-def _remove_superseded(aside: Path, target: Path) -> None:
-    """Remove an aside folder, if another has its name."""
-    if not os.path.lexists(target):
-        return
-    if os.path.lexists(aside / MANIFEST_NAME) and not os.path.lexists(target / MANIFEST_NAME):
-        _log.warning("%s is no checkpoint; the one that was there lies at %s", target, aside)
-    else:
-        remove_quietly(aside, target)
-
-
-def retire(path: Path) -> None:
-    """Take a complete checkpoint's name away and remove it, unless it holds files that are not ours."""
-    foreign = [name for name in os.listdir(path) if not (OUR_FILE.fullmatch(name) or _is_folder_of_ours(path / name))]
-    if foreign:
-        _log.warning("kept: %s, which holds %s", path, foreign[0])
-        return
-    removing = _renamed(path, "removing")  # first of all: nothing half removed is ever under a checkpoint's name
-    sync(path.parent)
-    remove_quietly(removing)
-
-
-def remove_quietly(path: Path, target: Path | None = None) -> None:
-    """Remove a folder of ours if no process uses it; what cannot be removed now is left for the next save.
-
-    `target`: of an aside folder, that which has its name now."""
-    try:
-        fileno = open_folder(path)
-        try:
-            lock = lock_folder(fileno)
-            if lock is Lock.UNKNOWN and _SAVING.fullmatch(path.name):
-                _log.warning(
-                    "left in place: %s. Its file system has no locks (flock), so another process may be writing it: remove it "
-                    "yourself where none is.",
-                    path,
-                )
-            elif lock is not Lock.HELD:
-                if target is not None:
-                    _move_on(path, target)
-                _empty_and_remove(path, OUR_FILE if target is None else CHECKPOINT_FILE)
-        finally:
-            os.close(fileno)
-    except FileNotFoundError:
-        return  # somebody else removed it
-    except OSError as error:
-        _log.warning("left in place: %s (%s)", path, error.strerror)
-
-
-def _renamed(path: Path, stage: str) -> Path:
-    renamed = path.parent / f"{PREFIX}{stage}-{secrets.token_hex(8)}"
-    os.rename(path, renamed)
-    return renamed
-
-
-def _remove_for_all(path: Path) -> None:
-    """Remove a staged folder that other ranks may be writing to: what they are about to make they find no folder for."""
-    removing = _renamed(path, "saving")
-    for _ in range(_LATE_FILES):
-        try:
-            return _empty_and_remove(removing)
-        except OSError as error:
-            if error.errno != errno.ENOTEMPTY:
-                raise
-    _empty_and_remove(removing)
-
-
-def _is_folder_of_ours(path: Path) -> bool:
-    """Whether it is a folder with nothing but files that an export writes."""
-    if path.is_symlink() or not path.is_dir():
-        return False
-    return all(OUR_FILE.fullmatch(name) for name in os.listdir(path))
-
-
-def _empty_and_remove(path: Path, ours: re.Pattern[str] = OUR_FILE) -> None:
-    """`ours`: the files that go; where anything else is left, so is the folder."""
-    if _STAGED.fullmatch(path.name) and all(_STAGED_FILE.fullmatch(name) for *_, names in os.walk(path) for name in names):
-        return shutil.rmtree(path)
-    fileno = open_folder(path)
-    try:
-        # The manifest goes first, so that a half-removed checkpoint is none.
-        for name in sorted(os.listdir(fileno), key=lambda name: name != MANIFEST_NAME):
-            if ours.fullmatch(name):
-                os.unlink(name, dir_fd=fileno)
-            elif ours is OUR_FILE and _is_folder_of_ours(path / name):  # of an adapter
-                _empty_and_remove(path / name)
-    finally:
-        os.close(fileno)
-    os.rmdir(path)
-
-
-def _names(parent: Path) -> list[str]:
-    try:
-        return [name for name in os.listdir(parent) if name.startswith(PREFIX)]
-    except FileNotFoundError:
-        return []
-
-
-def _is_old_new(path: Path) -> bool:
-    if not _NEW.fullmatch(path.name):
-        return False
-    try:
-        return time.time() - os.lstat(path).st_mtime > _NEW_LIFETIME_SECONDS
-    except FileNotFoundError:
-        return False

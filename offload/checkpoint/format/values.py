@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from offload.checkpoint.format.consistency import Inconsistent, check_parameter, check_range, moments_of
-from offload.checkpoint.format.manifest import VALUE, BufferEntry, Manifest, ParameterEntry, TensorEntry
+from offload.checkpoint.format.manifest import MANIFEST_NAME, VALUE, BufferEntry, Manifest, ParameterEntry, TensorEntry
 from offload.checkpoint.format.opened import OpenedCheckpoint
-from offload.checkpoint.format.staged_folder import MANIFEST_NAME
 from offload.model.file_dtypes import DTYPES
 
 

@@ -19,10 +19,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from offload.checkpoint.agreement import Agreement
-from offload.checkpoint.format.manifest import Manifest, ParameterEntry, encode
+from offload.checkpoint.format.folders import open_folder
+from offload.checkpoint.format.manifest import MANIFEST_NAME, Manifest, ParameterEntry, encode
 from offload.checkpoint.format.manifest_decoding import decode
 from offload.checkpoint.format.numbering import date_behind_others
-from offload.checkpoint.format.staged_folder import MANIFEST_NAME, StagedFolder, open_folder
+from offload.checkpoint.format.staged_folder import StagedFolder
 from offload.checkpoint.format.tensor_file import write_file
 from offload.errors import CheckpointError, RankError
 from offload.ranks.group import Group, Meeting

@@ -33,10 +33,10 @@ from pathlib import Path
 
 from torch import nn
 
-from offload.checkpoint.format.manifest import Manifest, encode
+from offload.checkpoint.format.manifest import MANIFEST_NAME, Manifest, encode
 from offload.checkpoint.format.numbering import date_behind_others, retire_older
 from offload.checkpoint.format.soundness import Soundness
-from offload.checkpoint.format.staged_folder import MANIFEST_NAME, StagedFolder
+from offload.checkpoint.format.staged_folder import StagedFolder
 from offload.checkpoint.format.tensor_file import write_file
 from offload.checkpoint.saving.idleness import Idleness
 from offload.checkpoint.saving.rank_folder import RankFolder
