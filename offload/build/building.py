@@ -31,7 +31,8 @@ from offload.step.gradients.chunk_gradients import ChunkGradients
 from offload.step.gradients.extents import GradientExtents
 from offload.step.residency.activation_memory import ActivationMemory
 from offload.step.residency.fetching import DirectFetcher, Fetcher, StagedFetcher
-from offload.step.residency.residency import Capacity, Residency
+from offload.step.residency.residency import Residency
+from offload.step.residency.room import Room
 from offload.step.timeline import Timeline
 from offload.step.updates.tools import UpdateTools
 from offload.step.updates.update import Updates
@@ -110,10 +111,11 @@ class Building:
         self._made.extend(of_ranks.attend(parameter_store, updates))
         sums = gradients.sums_on_device if gradients is not None else None
         nbytes, activations = placement.unit_capacity_nbytes or 0, self._activation_memory()
-        capacity = Capacity(nbytes, placement.bounds_units, activations, self._config.persistent_numel, sums)
+        room = Room(nbytes, activations, sums, is_fixed=placement.bounds_units)
         residency = Residency(
             units, fetcher, updates,
-            trace=expected.trace, capacity=capacity, prefetch=placement.prefetch, timeline=timeline,
+            trace=expected.trace, room=room, prefetch=placement.prefetch,
+            persistent_numel=self._config.persistent_numel, timeline=timeline,
         )  # fmt: skip
         return Components(
             accelerator=accelerator, layout=self._layout, placement=placement, units=units,

@@ -95,7 +95,7 @@ def test_the_budget_is_kept_and_no_bit_changes(opened: Any, setup: Setup) -> Non
         engine = opened(model, adamw(model), one)
         found.append(run_engine(engine, train))
         residency = residency_of(engine)
-        assert residency.peak_resident_nbytes <= residency.capacity_nbytes
+        assert residency.room.peak_resident_nbytes <= residency.room.capacity_nbytes
     assert_same_bits(*found)
 
 

@@ -35,7 +35,7 @@ def test_simulated_peak_is_the_measured_peak(
             engine.step()
             engine.zero_grad()
         trace = residency.schedule.trace
-        schedule = plan(trace, sizes, residency.capacity_nbytes, prefetch)
-        assert residency.peak_resident_nbytes == simulate(schedule, sizes) <= residency.capacity_nbytes
-        assert residency.capacity_nbytes >= required_nbytes(trace, sizes, prefetch)
-        assert residency.peak_resident_nbytes > sum(sizes) // 4
+        schedule = plan(trace, sizes, residency.room.capacity_nbytes, prefetch)
+        assert residency.room.peak_resident_nbytes == simulate(schedule, sizes) <= residency.room.capacity_nbytes
+        assert residency.room.capacity_nbytes >= required_nbytes(trace, sizes, prefetch)
+        assert residency.room.peak_resident_nbytes > sum(sizes) // 4

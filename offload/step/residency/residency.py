@@ -6,14 +6,13 @@ trace says what to evict and what to fetch before each start; as long as the ste
 that a use needs was issued earlier. Where it does not, the unit is fetched on demand, and the schedule is taken up
 again where the trace next shows the same event.
 
-What is remembered of a unit lies in its `UnitResidency`.
+What is remembered of a unit lies in its `UnitResidency`, how many bytes there are for all of them in the `Room`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,26 +22,11 @@ from offload.model.unit import Unit
 from offload.model.unit_state import UnitState
 from offload.planning.schedule import Schedule, plan, required_nbytes
 from offload.planning.use_trace import UseRecorder, UseTrace
-from offload.step.gradients.sums_on_device import SumsOnDevice
-from offload.step.residency.activation_memory import ActivationMemory
 from offload.step.residency.fetching import Fetcher
-from offload.step.residency.no_room import no_room
+from offload.step.residency.room import Room
 from offload.step.residency.schedule_cursor import Due, ScheduleCursor
 from offload.step.timeline import Timeline
 from offload.step.updates.update import Updates
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """Bytes for units that are in use or on their way. `is_fixed`: a budget; else it grows where a step needs more, and to
-    what `activations` leave. `persistent_numel`: see `Config.persistent_numel`; a budget leaves no room for those. `sums`:
-    what may take what units leave."""
-
-    nbytes: int
-    is_fixed: bool
-    activations: ActivationMemory | None = None
-    persistent_numel: tuple[int, int] = (0, 0)
-    sums: SumsOnDevice | None = None
 
 
 class Residency:
@@ -55,31 +39,28 @@ class Residency:
         updates: Updates | None,
         *,
         trace: UseTrace,
-        capacity: Capacity,
+        room: Room,
         prefetch: int,
+        persistent_numel: tuple[int, int],
         timeline: Timeline,
     ) -> None:
+        """`persistent_numel`: see `Config.persistent_numel`; a budget leaves no room for those."""
         self._units, self._fetcher, self._updates = units, fetcher, updates
         self._prefetch, self._timeline = prefetch, timeline
         for unit in units:
             unit.residency.nbytes = sum(flat.memory.nbytes for flat in unit.flats if not flat.memory.stays)
             unit.residency.state = UnitState.ABSENT if unit.residency.nbytes else UnitState.RESIDENT
         self._nbytes = [unit.residency.nbytes for unit in units]
-        self._fixed_capacity, self._activations, self._sums = capacity.is_fixed, capacity.activations, capacity.sums
-        self._persistent = self._chosen_to_persist(*capacity.persistent_numel)
-        persistent_nbytes = sum(unit.residency.nbytes for unit in self._persistent)
-        self.capacity_nbytes = self._least_nbytes = capacity.nbytes + persistent_nbytes
-        if self._activations is not None:
-            self._least_nbytes = required_nbytes(trace, self._nbytes, 0) + persistent_nbytes
+        self.room = room
+        self._persistent = self._chosen_to_persist(*persistent_numel)
+        room.widen(sum(unit.residency.nbytes for unit in self._persistent), required_nbytes(trace, self._nbytes, 0))
         self._deferred: tuple[Due, ...] = ()
         self._staying: frozenset[Unit] = frozenset()
-        self._resident_nbytes = 0
-        self.peak_resident_nbytes = 0
         self._recorder = UseRecorder()
-        self._cursor = ScheduleCursor(units, self._plan(trace, self.capacity_nbytes))
+        self._cursor = ScheduleCursor(units, self._plan(trace, room.capacity_nbytes))
 
     def _chosen_to_persist(self, of_parameter: int, of_all: int) -> list[Unit]:
-        chosen, left = [], 0 if self._fixed_capacity else of_all
+        chosen, left = [], 0 if self.room.is_fixed else of_all
         for unit in self._units:
             numel = sum(info.numel for info in unit.parameters)
             if unit.residency.nbytes and 0 < numel <= left and all(info.numel <= of_parameter for info in unit.parameters):
@@ -92,8 +73,7 @@ class Residency:
 
     def forward_begins(self, unit: Unit, inputs: Any, *, recorded: bool) -> None:
         """An outermost one, on these inputs."""
-        if self._activations is not None:
-            self._activations.forward_begins(unit.index, inputs, recorded=recorded, units_nbytes=self._taken_nbytes)
+        self.room.forward_begins(unit.index, inputs, recorded=recorded)
 
     def micro_batch_begins(self, left_out: int) -> None:
         """Before it so many like the one before went by, which did not run."""
@@ -117,25 +97,24 @@ class Residency:
     def begin_staying(self, spare_nbytes: int) -> tuple[int, frozenset[Unit]]:
         """From now on units that were used stay, as many as there is room for beside two of the others, which come and go.
         Where there is no budget, `spare_nbytes` may be taken beyond what a step takes. Returns what `end_staying` needs."""
-        before = self.capacity_nbytes, self._staying
+        before = self.room.capacity_nbytes, self._staying
         if not self._staying:
-            if not self._fixed_capacity:
-                self.capacity_nbytes = max(self.capacity_nbytes, self._resident_nbytes + spare_nbytes)
+            self.room.spread(spare_nbytes)
             self._staying = self._chosen_to_stay()
         return before
 
     def end_staying(self, before: tuple[int, frozenset[Unit]]) -> None:
-        self.capacity_nbytes, self._staying = before
+        self.room.capacity_nbytes, self._staying = before
         self._make_room(0)
 
     def _chosen_to_stay(self) -> frozenset[Unit]:
         sizes = sorted((unit.residency.nbytes for unit in self._units), reverse=True)
-        if sum(sizes) <= self.capacity_nbytes:
+        if sum(sizes) <= self.room.capacity_nbytes:
             return frozenset(self._units)
-        room, chosen = self.capacity_nbytes - sum(sizes[:2]), []
+        left, chosen = self.room.capacity_nbytes - sum(sizes[:2]), []
         for unit in self.next_order():
-            if unit.residency.nbytes <= room:
-                room -= unit.residency.nbytes
+            if unit.residency.nbytes <= left:
+                left -= unit.residency.nbytes
                 chosen.append(unit)
         return frozenset(chosen)
 
@@ -170,16 +149,11 @@ class Residency:
         """The step's trace is complete. If it was not as expected, the next step is planned from it."""
         trace = self._recorder.take() if not self._cursor.went_as_planned else None
         self._recorder.begin_anew()
-        if trace is not None and len(trace):
-            needed_nbytes = required_nbytes(trace, self._nbytes, 0)
-            if not self._fixed_capacity:
-                self._least_nbytes = max(self._least_nbytes, needed_nbytes)
-                self.capacity_nbytes = max(self.capacity_nbytes, needed_nbytes)
-            if needed_nbytes <= self.capacity_nbytes:
-                self._cursor.follow(self._plan(trace, self.capacity_nbytes))
-        if self._activations is not None:
-            self._activations.ends(self._taken_nbytes)
-            self._follow_room(self._activations)
+        if trace is not None and len(trace) and self.room.reach(required_nbytes(trace, self._nbytes, 0)):
+            self._cursor.follow(self._plan(trace, self.room.capacity_nbytes))
+        if self.room.follows_activations:
+            self.room.step_ends()
+            self._follow_activations()
             self._plan_for_room()
         self._cursor.begin_anew()
         self._deferred = ()
@@ -194,7 +168,7 @@ class Residency:
         first = next((unit for unit in pending if unit.residency.state is UnitState.ABSENT), None)
         if first is None:
             return
-        while self._resident_nbytes + first.residency.nbytes > self.capacity_nbytes:
+        while not self.room.has(first.residency.nbytes):
             candidates = [unit for unit in self._may_leave() if unit not in begun]
             last = max(candidates, key=self._cursor.next_use, default=first)
             if self._cursor.next_use(last) <= self._cursor.next_use(first):
@@ -258,11 +232,6 @@ class Residency:
             if self._may_evict(unit):
                 self._evict(unit)
 
-    @property
-    def _taken_nbytes(self) -> int:
-        """Of device memory, by units and by sums of micro-batches."""
-        return self._resident_nbytes + (self._sums.nbytes if self._sums is not None else 0)
-
     # ---- following the schedule ----------------------------------------------------------------------------------
 
     def _plan(self, trace: UseTrace, capacity_nbytes: int) -> Schedule:
@@ -271,25 +240,21 @@ class Residency:
     def _plan_for_room(self) -> None:
         """For the next step, where another number of units stays in it."""
         largest = max(self._nbytes, default=0)
-        wanted = min(self.capacity_nbytes, sum(self._nbytes))
+        wanted = min(self.room.capacity_nbytes, sum(self._nbytes))
         if largest and abs(wanted - self.schedule.capacity_nbytes) >= largest:
             self._cursor.follow(self._plan(self.schedule.trace, wanted))
 
-    def _follow_room(self, activations: ActivationMemory) -> None:
-        """Have as much as the device leaves now, or at least what is needed; what is too much goes: first sums of
-        micro-batches, which take what all units would leave, then units, what is used last first."""
-        left = activations.left(self._taken_nbytes)
-        self.capacity_nbytes = max(left, self._least_nbytes)
-        if self._sums is not None:
-            self._sums.limit(max(left - sum(self._nbytes), 0))
-        while self._resident_nbytes > self.capacity_nbytes and (unit := self._first_to_leave()) is not None:
+    def _follow_activations(self) -> None:
+        """Have as much room as the model leaves now; for which units leave, what is used last first."""
+        self.room.follow_activations(sum(self._nbytes))
+        while not self.room.has(0) and (unit := self._first_to_leave()) is not None:
             self._evict(unit)
 
     def _reach(self, code: int) -> None:
         """Do what the schedule says comes with the event of this code (`code_of`)."""
         self._deferred = ()
-        if self._activations is not None:
-            self._follow_room(self._activations)
+        if self.room.follows_activations:
+            self._follow_activations()
         urgent, rest = self._cursor.reach(code)
         for unit, is_fetch in urgent:
             if is_fetch:
@@ -338,7 +303,7 @@ class Residency:
             return
         if not optional:
             self._make_room(residency.nbytes)
-        elif self._resident_nbytes + residency.nbytes > self.capacity_nbytes:
+        elif not self.room.has(residency.nbytes):
             return  # what is fetched ahead never pushes out what the schedule left in
         try:
             unit.fill()
@@ -347,9 +312,7 @@ class Residency:
                 return
             self._fill_in_place_of_others(unit)
         residency.become(UnitState.FETCHING)
-        self._resident_nbytes += residency.nbytes
-        if self._resident_nbytes > self.peak_resident_nbytes:
-            self.peak_resident_nbytes = self._resident_nbytes
+        self.room.take(residency.nbytes)
         self._fetcher.start(unit)
         if self._updates is not None and unit.needs_residency and unit.update is not None:
             self._updates.launch(unit)
@@ -369,11 +332,10 @@ class Residency:
             unit.residency.become(UnitState.RESIDENT)
 
     def _make_room(self, nbytes: int) -> None:
-        while self._resident_nbytes + nbytes > self.capacity_nbytes:
+        while not self.room.has(nbytes):
             unit = self._first_to_leave()
             if unit is None:
-                self._outgrow(nbytes)
-                return
+                return self.room.outgrow(nbytes, [unit for unit in self._units if unit.uses.count])
             self._evict(unit)
 
     def _fill_in_place_of_others(self, unit: Unit) -> None:
@@ -385,10 +347,8 @@ class Residency:
 
     def _gives_memory_up(self) -> bool:
         """Have the sums of micro-batches leave, or else the unit that is used last; whether there was anything."""
-        if self._sums is not None and (before := self._sums.nbytes):
-            self._sums.limit(0)
-            if self._sums.nbytes < before:
-                return True
+        if self.room.have_sums_leave():
+            return True
         unit = self._first_to_leave()
         if unit is not None:
             self._evict(unit)
@@ -397,14 +357,7 @@ class Residency:
     def lacking_nbytes(self, units: Collection[Unit]) -> int:
         """By how much a budget is too small for the units to be there at once, beside those in use; 0: it is not."""
         together = {*units, *(unit for unit in self._units if unit.uses.count)}
-        needed_nbytes = sum(unit.residency.nbytes for unit in together)
-        return max(needed_nbytes - self.capacity_nbytes, 0) if self._fixed_capacity else 0
-
-    def _outgrow(self, nbytes: int) -> None:
-        needed_nbytes = self._resident_nbytes + nbytes
-        if self._fixed_capacity:
-            raise no_room([unit for unit in self._units if unit.uses.count], needed_nbytes, self.capacity_nbytes)
-        self.capacity_nbytes = needed_nbytes
+        return self.room.lacking_nbytes(sum(unit.residency.nbytes for unit in together))
 
     def _evict(self, unit: Unit) -> None:
         if self._updates is not None and unit.update is not None:
@@ -421,4 +374,4 @@ class Residency:
         unit.residency.become(UnitState.ABSENT)
         if unit.residency.persistent:
             unit.close_off()  # it may not be read now
-        self._resident_nbytes -= unit.residency.nbytes
+        self.room.give_back(unit.residency.nbytes)
