@@ -29,10 +29,10 @@ from offload.device.recording import D2H, H2D, NVME_READ, NVME_WRITE
 from offload.device.virtual.description import Machine, changed, read_machine
 from offload.device.virtual.machine import CALLS
 from offload.errors import BudgetError
+from offload.forecast import Forecast, refused
 from offload.profiling.attribution import ADAM, DRIVE, HOST
 from offload.profiling.explanation import explain
 from offload.profiling.trace_events import read_trace
-from offload.rehearsal.forecast import Forecast, refused
 
 SIZES: dict[str, tuple[int, int, int, int, int]] = {  # width, layers, heads, heads of keys and values, width of the MLP
     "1 B": (2048, 16, 32, 8, 8192),

@@ -16,9 +16,9 @@ from offload.cli.plans.forecast import Work, forecast, training_loop
 from offload.device.virtual.description import read_machine
 from offload.device.virtual.machine import VirtualMachine
 from offload.errors import ConfigError
+from offload.forecast import simulate
 from offload.planning.budget import Tier
 from offload.planning.deciding import PAIRINGS
-from offload.rehearsal.forecast import rehearse
 
 WORK = Work(batch=1, sequence=2048, micro_batches=1, checkpointing=False)
 LIMIT = 1.05
@@ -63,7 +63,7 @@ def seconds(
 
     try:
         numbers = {"tokens": work.tokens, "micro_batches": work.micro_batches}
-        found = rehearse(VirtualMachine(read_machine(machine)), replace(loop, end=end), **numbers)
+        found = simulate(VirtualMachine(read_machine(machine)), replace(loop, end=end), **numbers)
     except ConfigError:
         return None
     return found.step_seconds, has_room.pop()

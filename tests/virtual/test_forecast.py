@@ -20,7 +20,7 @@ from offload.device.deferred import DeferredAccelerator
 from offload.device.virtual.description import Machine, described, read_machine
 from offload.device.virtual.machine import CALLS, VirtualMachine
 from offload.device.virtual.operations import CountedOperations, fused_attention
-from offload.rehearsal.forecast import Forecast, Loop, rehearse
+from offload.forecast import Forecast, Loop, simulate
 from tests.crosses import in_pairs
 from tests.devices import before_each_copy
 from tests.inside import parts_of, units_of
@@ -181,7 +181,7 @@ def looked_at(work: Work, machine: Machine, trace: Path | None = None, **fields:
         steps.append([])
 
     watched = Loop(begin, micro_batch, end)
-    found = rehearse(VirtualMachine(machine), watched, tokens=work.tokens, micro_batches=work.micro_batches, trace=trace)
+    found = simulate(VirtualMachine(machine), watched, tokens=work.tokens, micro_batches=work.micro_batches, trace=trace)
     return found, steps[:-1]
 
 
@@ -208,7 +208,7 @@ def test_micro_batches_that_differ_are_all_run() -> None:
         virtual.launch(1e12 * len(runs), 0)
 
     loop = Loop(NoEngine, micro_batch, lambda _: of_steps.append(len(runs)))
-    found = rehearse(virtual, loop, tokens=1, micro_batches=12)
+    found = simulate(virtual, loop, tokens=1, micro_batches=12)
     before, end = of_steps[-2:]
     assert end - before == 12 and found.step_seconds >= sum(range(before + 1, end + 1)) * 1e12 / MACHINE.flops
 
@@ -223,7 +223,7 @@ def waited_for(micro_batches: int, growth: float, trace: Path | None = None) -> 
         virtual.compute.last.wait()
 
     loop = Loop(NoEngine, micro_batch, lambda _: ends.append(None))
-    return rehearse(virtual, loop, tokens=1, micro_batches=micro_batches, trace=trace), len(ends)
+    return simulate(virtual, loop, tokens=1, micro_batches=micro_batches, trace=trace), len(ends)
 
 
 @pytest.mark.parametrize("micro_batches", [2, 3, 24])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rehearsal of training a causal language model."""
+"""A forecast of training a causal language model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload.cli.models import enable_checkpointing, first_line
 from offload.device.virtual.description import Machine, share_of
 from offload.device.virtual.machine import VirtualMachine
 from offload.errors import BudgetError, ConfigError, OffloadError
-from offload.rehearsal.forecast import Forecast, Loop, rehearse
+from offload.forecast import Forecast, Loop, simulate
 
 GRANTED_SHARE = 0.95
 """Of the device's memory, with what the model takes: the rest is for what allocators lose."""
@@ -59,12 +59,12 @@ def forecast(
     most_nbytes: float = math.inf,
 ) -> Forecast:
     """Train `model`, which lies on the meta device, a few steps on `machine`; `trace`: the file for one of the last.
-    `unbound`: as of `VirtualMachine`. `most_nbytes`: as of `rehearse`.
+    `unbound`: as of `VirtualMachine`. `most_nbytes`: as of `simulate`.
 
     Raises `BudgetError` where nothing fits."""
     virtual = VirtualMachine(share_of(machine, work.ranks), work.ranks, unbound)
     loop, count = training_loop(model, optimizer, config, work), work.micro_batches
-    return rehearse(virtual, loop, tokens=work.tokens, micro_batches=count, trace=trace, most_nbytes=most_nbytes)
+    return simulate(virtual, loop, tokens=work.tokens, micro_batches=count, trace=trace, most_nbytes=most_nbytes)
 
 
 def training_loop(

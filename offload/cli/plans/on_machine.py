@@ -17,8 +17,8 @@ from offload.cli.plans.what_if import Wishes
 from offload.cli.text import format_count, format_nbytes, format_rate, format_seconds, json_text, table
 from offload.config import parse_nbytes
 from offload.device.virtual.description import Machine, changed, described, read_machine, share_of
+from offload.forecast import Forecast, room_of
 from offload.planning.purposes import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
-from offload.rehearsal.forecast import Forecast, room_of
 
 _MEASURE_SECONDS = 0.1
 _DAY_SECONDS = 86400.0

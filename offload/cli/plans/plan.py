@@ -49,7 +49,7 @@ from offload.cli.text import format_count
 from offload.device.virtual.description import Machine, share_of
 from offload.device.virtual.machine import VirtualMachine
 from offload.errors import BudgetError, ConfigError
-from offload.rehearsal.forecast import Forecast, refused
+from offload.forecast import Forecast, refused
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 from offload.cli.plans.outline import Outline
 from offload.cli.text import format_nbytes, table
 from offload.errors import ConfigError
+from offload.forecast import Forecast
 from offload.planning.budget import TIERS
 from offload.planning.deciding import PAIRINGS
-from offload.rehearsal.forecast import Forecast
 
 
 def tables_of(outline: Outline, found: Forecast, stage: int) -> list[str]:

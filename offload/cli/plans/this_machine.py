@@ -21,7 +21,7 @@ from offload.cli.plans.rates import DIRECTIONS, Drive, link_rates, seconds_per_c
 from offload.device.host_memory.memory_limits import host_memory_limit
 from offload.device.virtual.description import Machine, changed
 from offload.device.virtual.machine import VirtualMachine
-from offload.rehearsal.forecast import Loop, rehearse
+from offload.forecast import Loop, simulate
 from offload.tiers.io import open_backend
 from offload.tiers.scratch import free_nbytes
 from offload.tiers.verification import checksum, verification_is_on
@@ -220,6 +220,6 @@ def _call_seconds(machine: Machine) -> float:
         counts.append(virtual.calls)
         micro_batch(engine, "meta")
 
-    found = rehearse(virtual, Loop(lambda: begin("meta"), micro_batch_virtual, end), tokens=1)
+    found = simulate(virtual, Loop(lambda: begin("meta"), micro_batch_virtual, end), tokens=1)
     calls = counts[-1] - counts[-2]
     return max((real_seconds - found.step_seconds) / max(calls, 1), 1e-7)

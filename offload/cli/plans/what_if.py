@@ -17,9 +17,9 @@ from offload.cli.plans.outline import Outline
 from offload.device.virtual.description import Machine, changed
 from offload.device.virtual.machine import VirtualMachine
 from offload.errors import BudgetError, ConfigError
+from offload.forecast import Forecast, room_of
 from offload.planning.placement import Placement
 from offload.planning.traffic import Traffic
-from offload.rehearsal.forecast import Forecast, room_of
 
 GIB = 2**30
 _ROUND = 128

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step would take on a machine that need not exist: the engine itself, run there in virtual time.
 
-    rehearse(VirtualMachine(read_machine("rtx4090")), Loop(begin, micro_batch, end), micro_batches=8, tokens=8192)
+    simulate(VirtualMachine(read_machine("rtx4090")), Loop(begin, micro_batch, end), micro_batches=8, tokens=8192)
 
 The loop is the caller's: what is trained, with which settings and on what. Nothing here knows how an engine is made.
 
@@ -36,7 +36,7 @@ _ALIKE, _THE_SAME = 1e-3, 1e-6
 or as the same of two steps."""
 
 
-class Rehearsed(Protocol):
+class Simulated(Protocol):
     """What is asked of an engine."""
 
     def stats(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Rehearsed(Protocol):
         ...
 
 
-E = TypeVar("E", bound=Rehearsed)
+E = TypeVar("E", bound=Simulated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Forecast:
         return {name: None if value != value else value for name, value in values.items()}
 
 
-def rehearse(
+def simulate(
     virtual: VirtualMachine,
     loop: Loop[E],
     *,
@@ -260,7 +260,7 @@ def _grown(after: _Counters, before: _Counters) -> _Counters:
     return {what: after[what] - before[what] for what in after}
 
 
-def _forecast(engine: Rehearsed, virtual: VirtualMachine, spent: _Counters, tokens: int) -> Forecast:
+def _forecast(engine: Simulated, virtual: VirtualMachine, spent: _Counters, tokens: int) -> Forecast:
     machine, stats = virtual.machine, engine.stats()
     floors = {"compute": spent[_COMPUTED]}
     for name, what in (("h2d", "host to device"), ("d2h", "device to host"), ("memory_bandwidth", "host memory")):
