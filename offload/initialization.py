@@ -18,8 +18,8 @@ from offload.deferred_init.deferred_init import end_recording
 from offload.engine import Engine
 from offload.model.weights import open_weights
 from offload.ranks.all_or_none import together
-from offload.ranks.imagined import imagined_ranks
 from offload.ranks.joining import join_ranks
+from offload.ranks.virtual_ranks import virtual_ranks
 from offload.step.components import give_back
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def initialize(
     and `StorageError` where a path fails. Whatever it raises, the model and the optimizer are as they were.
     """
     end_recording()
-    ranks = imagined_ranks() or join_ranks(mesh)
+    ranks = virtual_ranks() or join_ranks(mesh)
 
     def prepare() -> tuple[Config, optim.Optimizer | None, Assembly]:
         check_free(model, optimizer)

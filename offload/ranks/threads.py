@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the threads of a rank wait for each other by: those of the system, or in virtual time (`offload.ranks.imagined`)."""
+"""What the threads of a rank wait for each other by: the system's, or in virtual time (`offload.ranks.virtual_ranks`)."""
 
 from __future__ import annotations
 

@@ -10,12 +10,12 @@ from offload.device.accelerator import Accelerator
 from offload.device.virtual.current import imagined
 from offload.layout import Extent
 from offload.tiers.device import DeviceStore
-from offload.tiers.imagined import ImaginedBackend, ImaginedStore
 from offload.tiers.io import IoBackend, open_backend
 from offload.tiers.memory import MemoryLedger
 from offload.tiers.nvme import NvmeStore
 from offload.tiers.scratch import ScratchFolder
 from offload.tiers.store import CpuStore, Store
+from offload.tiers.virtual_nvme import VirtualBackend, VirtualStore
 
 
 class Stores:
@@ -29,7 +29,7 @@ class Stores:
         if not nvme_nbytes:
             return
         if (machine := imagined()) is not None:
-            self.backend = ImaginedBackend(machine)
+            self.backend = VirtualBackend(machine)
             return
         self._scratch = ScratchFolder(nvme_paths)
         # All of it, before the first file: what is made last would be missed when values have been written for an hour.
@@ -46,6 +46,6 @@ class Stores:
         if tier != "nvme":
             return CpuStore(name, extents, ledger=self._ledger, register=accelerator.pin if is_copied else None)
         if (machine := imagined()) is not None:
-            return ImaginedStore(name, extents, machine, accelerator.recorder)
+            return VirtualStore(name, extents, machine, accelerator.recorder)
         assert self.backend is not None
         return NvmeStore(name.replace(" ", "-"), extents, self._scratch, self.backend, recorder=accelerator.recorder)

@@ -110,7 +110,7 @@ class _Wire(Posted):
     into: list[tuple[Tensor, int]] = field(default_factory=list)
 
 
-class ImaginedRanks(Ranks):
+class VirtualRanks(Ranks):
     """Rank 0 of the machine's. What goes point to point is the base's; here it is on a wire in numbers."""
 
     def __init__(self, machine: VirtualMachine) -> None:
@@ -127,8 +127,8 @@ class ImaginedRanks(Ranks):
         """By tag what this rank sent last."""
         self.close = lambda: None  # type: ignore[assignment]
 
-    def renewed(self) -> ImaginedRanks:
-        return ImaginedRanks(self._machine)
+    def renewed(self) -> VirtualRanks:
+        return VirtualRanks(self._machine)
 
     def leave(self) -> None:
         pass  # nobody waits
@@ -191,9 +191,9 @@ class ImaginedRanks(Ranks):
         """Nobody listens."""
 
 
-def imagined_ranks() -> Group | None:
+def virtual_ranks() -> Group | None:
     """Those of the machine that is imagined; None on a real one."""
     machine = imagined()
     if machine is None:
         return None
-    return ImaginedRanks(machine) if machine.rank_count > 1 else Alone()
+    return VirtualRanks(machine) if machine.rank_count > 1 else Alone()

@@ -16,7 +16,7 @@ from offload.tiers.io.backend import IoStats, OpenFile, Priority, not_registered
 from offload.tiers.store import KeepsNothing
 
 
-class ImaginedStore(KeepsNothing):
+class VirtualStore(KeepsNothing):
     """Extents of which only the sizes are known."""
 
     def __init__(self, name: str, extents: Iterable[Extent], machine: VirtualMachine, recorder: OpRecorder) -> None:
@@ -48,7 +48,7 @@ class ImaginedStore(KeepsNothing):
         """Nothing is held."""
 
 
-class ImaginedBackend:
+class VirtualBackend:
     """The `IoBackend` beside it, for what it counts."""
 
     name = "virtual"
