@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of several ranks: what the attendance's thread does on a stream of its own is ordered with compute; see `played_cuda`."""
+"""Of several ranks: what the communication thread does on a stream of its own is ordered with compute; see `played_cuda`."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class ChunkGradients:
     def add_reduced(self, chunk: Chunk, values: torch.Tensor, present: set[int]) -> None:
         """Take in averages over the ranks: fp32 [chunk.numel], host. `present`: parameters that have any.
 
-        Adds to what an earlier backward left. Runs in the attendance's thread; `expect` then makes the gradient count.
+        Adds to what an earlier backward left. Runs in the communication thread; `expect` then makes the gradient count.
         """
         self._arrival.add_reduced(chunk, values, present)
 

@@ -50,7 +50,7 @@ def average_dtype() -> str:
 
 
 class Reduction(Intake):
-    """See the module. `reduce` runs in the attendance's thread, everything else in the training thread."""
+    """See the module. `reduce` runs in the communication thread, everything else in the training thread."""
 
     def __init__(self, foundation: Foundation, gradients: ChunkGradients, ranks: Ranks, rendezvous: Rendezvous) -> None:
         self._units, self._stage = foundation.units, foundation.layout.stage
@@ -201,7 +201,7 @@ class Reduction(Intake):
         wide.copy_(narrow)
         return wide
 
-    # ---- the attendance's thread ---------------------------------------------------------------------------------
+    # ---- the communication thread ---------------------------------------------------------------------------------
 
     def reduce(self, unit_index: int, contributors: frozenset[int]) -> None:
         """Average the unit's gradients over all ranks, those that are no contributors counting zero."""
