@@ -252,8 +252,8 @@ class Updates:
         return all(ready) and all(self._values(one.chunk).stays(one.chunk) for one in updates)
 
     def _apply_at_once(self, update: UnitUpdate) -> None:
-        """Between calls for each chunk the pool's threads fall asleep, and to wake many takes as long as the chunk. Launches for
-        each take the host as long as small ones take the device."""
+        """Between calls for each chunk the pool's threads fall asleep, and to wake many takes as long as the chunk. A launch
+        for each takes the host as long as a small one takes the device."""
         updates, chunks = update.chunks, [one.chunk for one in update.chunks]
         for one in updates:
             one.started = True
