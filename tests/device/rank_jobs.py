@@ -24,31 +24,38 @@ def settle() -> None:
     small_for_good(least_unit_numel=0)
 
 
-def train(config: dict[str, Any], played: bool) -> tuple[list[float], list[float]]:
-    """Three steps of two micro-batches on this rank's rows, and an evaluation between. Losses, and a sum of each weight."""
+def train(config: dict[str, Any], played: bool, uneven: bool = False) -> tuple[list[float], list[float]]:
+    """Three steps of two micro-batches on this rank's rows, and an evaluation between. Losses, and a sum of each weight.
+    `uneven`: in each step another rank has no gradients of a block that it uses."""
     with pytest.MonkeyPatch.context() as patch:
         if played:
             detector = play(patch)
             patch.setattr(Threads, "start", _watched(Threads.start))
         else:
             patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
-        found = _train(config)
+        found = _train(config, uneven)
         assert not played or len(detector.operations) > 500, "the detector saw nothing"
         return found
 
 
-def _train(config: dict[str, Any]) -> tuple[list[float], list[float]]:
+def _train(config: dict[str, Any], uneven: bool) -> tuple[list[float], list[float]]:
     rank, width = dist.get_rank(), 16
     model = stack(width=width, blocks=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     results: list[torch.Tensor] = []
     with Watch(), offload.initialize(model, optimizer, {"dtype": "bf16"} | config) as engine:
         batches = iter(vector_batches(12, width))
-        for _ in range(3):
+        for step in range(3):
             for last in (False, True):
                 x, y = [next(batches), next(batches)][rank]
                 with contextlib.nullcontext() if last else engine.no_sync():
-                    loss = F.mse_loss(model(x).float(), y)
+                    if uneven and step % 2 == rank:
+                        with torch.no_grad():
+                            model(x)
+                        inner = model.blocks[0](model.inlet(x.to(torch.bfloat16)))
+                        loss = F.mse_loss(model.outlet(inner).float(), y)
+                    else:
+                        loss = F.mse_loss(model(x).float(), y)
                     engine.backward(loss)
                 results.append(loss.detach())
             engine.step()

@@ -26,11 +26,22 @@ def pair(tmp_path: Path) -> Iterator[Crew]:
     crew.close()
 
 
+def named(places: list[dict[str, Any]]) -> Any:
+    return pytest.mark.parametrize("place", places, ids=["-".join(map(str, place.values())) for place in places])
+
+
 @pytest.mark.parametrize("norm", [0.5, None], ids=["clipped", "unclipped"])
-@pytest.mark.parametrize("place", PLACES, ids=["-".join(map(str, place.values())) for place in PLACES])
+@named(PLACES)
 def test_no_race(pair: Crew, place: dict[str, Any], norm: float | None) -> None:
-    config = place | {"max_grad_norm": norm}
-    expected = pair.do(
-        "train", config={"parameters": "device", "optimizer_states": "device", "max_grad_norm": norm}, played=False
-    )
-    assert pair.do("train", config=config, played=True) == expected
+    _train(pair, place, norm, uneven=False)
+
+
+@named([place for place in PLACES if place["parameters"] == place["optimizer_states"]])
+def test_no_race_where_a_rank_has_no_gradients(pair: Crew, place: dict[str, Any]) -> None:
+    _train(pair, place, None, uneven=True)
+
+
+def _train(pair: Crew, place: dict[str, Any], norm: float | None, *, uneven: bool) -> None:
+    in_memory = {"parameters": "device", "optimizer_states": "device", "max_grad_norm": norm}
+    expected = pair.do("train", config=in_memory, played=False, uneven=uneven)
+    assert pair.do("train", config=place | {"max_grad_norm": norm}, played=True, uneven=uneven) == expected
