@@ -99,7 +99,8 @@ class StepTable:
         pieces that it is of, None: of all. `record`: uint8, at least the record; `values`: [numel] in their dtype; `gradients`:
         [numel], or by piece [its numel]."""
         if which is None and isinstance(gradients, Tensor):
-            places = (record.data_ptr(), values.data_ptr(), gradients.data_ptr(), _address(source))
+            read_at = source.data_ptr() if source is not None else 0
+            places = (record.data_ptr(), values.data_ptr(), gradients.data_ptr(), read_at)
             where = (places, gradients.dtype, gradients.numel())
             if where != self._where:
                 self._place_gradients(self.placed(_ALL, record, values, source), _ALL, gradients)
@@ -259,10 +260,6 @@ def _place_gradients(rows: Any, gradients: Sequence[Tensor], device_index: int) 
             raise AssertionError(f"a gradient must be [{numel}] where the record is")
     rows["grad"] = [gradient.data_ptr() for gradient in gradients]
     rows["grad_dtype"] = [DTYPE_CODES[gradient.dtype] for gradient in gradients]
-
-
-def _address(tensor: Tensor | None) -> int:
-    return tensor.data_ptr() if tensor is not None else 0
 
 
 def _check_gradients(gradients: Tensor, numel: int, device_index: int) -> None:

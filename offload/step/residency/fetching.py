@@ -91,10 +91,9 @@ class StagedFetcher(Fetcher):
     def start(self, unit: Unit) -> None:
         updates = self._updates
         update = unit.update if updates is not None else None
-        if updates is not None and update is not None:
-            updates.launch(unit)
+        job = updates.launch(unit) if updates is not None and update is not None else None
         unit.fetch = fetch = Fetch()
-        at_once = self._accelerator.copies_beside and (update is None or not update.is_running) and self._is_stored(unit)
+        at_once = self._accelerator.copies_beside and (job is None or job.done()) and self._is_stored(unit)
         begin = self._lane.run_now if at_once else self._lane.submit
         fetch.job = begin(lambda: self._bring(unit, fetch.copies, update), unit)
 

@@ -20,6 +20,7 @@ class Room:
     """See the module. Written by `Residency`, in its thread.
 
     is_fixed               whether a budget says how much there is
+    follows_activations    whether it is as large as the model's activations leave it
     capacity_nbytes        bytes for units that are in use or on their way
     resident_nbytes        those that are taken; `peak_resident_nbytes`: the most so far
     """
@@ -27,6 +28,7 @@ class Room:
     def __init__(self, nbytes: int, activations: ActivationMemory | None, sums: SumsOnDevice | None, *, is_fixed: bool) -> None:
         self.is_fixed = is_fixed
         self._activations, self._sums = activations, sums
+        self.follows_activations = activations is not None
         self.capacity_nbytes = self._least_nbytes = nbytes
         self.resident_nbytes = self.peak_resident_nbytes = 0
 
@@ -79,11 +81,6 @@ class Room:
             self.capacity_nbytes = max(self.capacity_nbytes, self.resident_nbytes + spare_nbytes)
 
     # ---- beside the model's activations, and sums ----------------------------------------------------------------
-
-    @property
-    def follows_activations(self) -> bool:
-        """Whether it is as large as the model's activations leave it."""
-        return self._activations is not None
 
     def forward_begins(self, which: int, inputs: Any, *, recorded: bool) -> None:
         """See `ActivationMemory.forward_begins`."""

@@ -99,7 +99,7 @@ class Updates:
         if unit.update is not None:
             raise AssertionError(f"unit {unit.name} is updated twice at once")
         # On the stream that is compute now: who launches it may be another thread, which has a stream of its own.
-        run = self._accelerator.on_compute(lambda: self._run_enqueued(unit))
+        run = self._accelerator.on_compute(lambda: self._run(unit))
         unit.update = self._queue[unit] = UnitUpdate(chunks, run)
         if self._reads and unit.route.update_in is Memory.HOST:
             self._ahead.extend(chunks)
@@ -217,12 +217,10 @@ class Updates:
 
     # ---- on the lane ---------------------------------------------------------------------------------------------
 
-    def _run_enqueued(self, unit: Unit) -> None:
-        assert unit.update is not None, "it left the queue before its job was over"
-        self._run(unit, unit.update)
-
-    def _run(self, unit: Unit, update: UnitUpdate) -> None:
-        if self._are_at_hand(update.chunks):
+    def _run(self, unit: Unit) -> None:
+        update = unit.update
+        assert update is not None, "it left the queue before its job was over"
+        if len(update.chunks) > 1 and self._are_at_hand(update.chunks):
             self._apply_at_once(update)
         else:
             self._apply_each(unit, update)
@@ -246,7 +244,7 @@ class Updates:
     def _are_at_hand(self, updates: Sequence[ChunkUpdate]) -> bool:
         """Whether one call can make these: all that they read and write lies where the kernel addresses it, and nobody wants to
         see each of them."""
-        if self.watcher is not None or len(updates) < 2 or (self._reads and updates[0].chunk.route.update_in is Memory.HOST):
+        if self.watcher is not None or (self._reads and updates[0].chunk.route.update_in is Memory.HOST):
             return False
         ready = (one.updates_every_slot and not one.cancelled for one in updates)
         return all(ready) and all(self._values(one.chunk).stays(one.chunk) for one in updates)
@@ -279,15 +277,15 @@ class Updates:
         updates = [one for _, update in runs for one in update.chunks]
         alike = all(one.updates_every_slot and not one.cancelled and one.factor == updates[0].factor for one in updates)
         if self.watcher is not None or not updates or not alike:  # of several ranks one may have no part of any
-            for unit, update in runs:
-                self._run(unit, update)
+            for unit, _ in runs:
+                self._run(unit)
             return
         chunks = tuple(one.chunk for one in updates)
         if chunks != self._joined_chunks:
             values = [chunk.values for chunk in chunks]
             if not self._arithmetic.by_table(updates[0], values[0]):
-                for unit, update in runs:
-                    self._run(unit, update)
+                for unit, _ in runs:
+                    self._run(unit)
                 return
             records = [self._access(one.chunk).begin(one) for one in updates]
             self._joined = self._arithmetic.joined(chunks, records, values, [None] * len(chunks))
