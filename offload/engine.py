@@ -110,8 +110,8 @@ class Engine:
         self.optimizer.step()
 
     def zero_grad(self) -> None:
-        """Drop the gradients of all that the optimizer trains; the same as `engine.optimizer.zero_grad()`."""
-        self._training.zero_grad()
+        """Drop the gradients of all that the optimizer has; the same as `engine.optimizer.zero_grad()`."""
+        self._taken.zero_grad()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

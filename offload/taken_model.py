@@ -160,7 +160,8 @@ class TakenModel:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `Training.zero_grad`."""
-        self.training.zero_grad(set_to_none)
+        besides = self._newly_trained.without_states() if self._newly_trained is not None else ()
+        self.training.zero_grad(set_to_none, besides)
 
     @contextmanager
     def resident(self) -> Iterator[None]:

@@ -45,13 +45,17 @@ class NewlyTrained:
 
     def find(self) -> list[ParameterInfo]:
         """Asked at every forward that is recorded."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [info for info in self.without_states() if info.parameter.requires_grad]
+
+    def without_states(self) -> list[ParameterInfo]:
+        """What the optimizer has and does not train yet."""
         count = sum(len(group["params"]) for group in self._groups())
         if count != self._known_count:
             group_of = group_indices(self._groups())
             self._waiting = [info for info in self._parameters if not info.trainable and id(info.parameter) in group_of]
             self._known_count = count  # last: an interrupt may come before
-        with torch._C.DisableTorchFunctionSubclass():
-            return [info for info in self._waiting if info.parameter.requires_grad]
+        return self._waiting
 
 
 def group_indices(groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:

@@ -122,7 +122,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all that it trains; with `set_to_none=False` those that were there become zeros, which a step
+        """Drop the gradients of all that it has; with `set_to_none=False` those that were there become zeros, which a step
         then applies."""
         self.stepper.zero_grad(set_to_none)
 

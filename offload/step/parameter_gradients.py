@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from itertools import filterfalse, repeat
+from itertools import repeat
 from operator import attrgetter
 from typing import TypeGuard
 
@@ -35,7 +35,6 @@ from offload.step.waiting_gradients import WaitingGradients, gradient_nbytes
 
 _STEP_OF = attrgetter("step_index")
 _PARAMETER_OF, _GRADIENT_OF = attrgetter("parameter"), attrgetter("parameter.grad")
-_IS_UNFROZEN = attrgetter("parameter.requires_grad")
 _TAKEN, _NOT_ASSIGNED = {TakenGradient}, {TakenGradient, type(None)}
 _NAMED = 5
 """How many names an error message lists."""
@@ -62,7 +61,6 @@ class ParameterGradients:
         self.clipping = TokenClipping(parts.parameters, self.live, measure, self._accumulate)
         self.waiting = WaitingGradients(parts)
         self._trained = [info for info in parts.parameters if info.trainable]
-        self._untrained = [info for info in parts.parameters if not info.trainable]
         self.step_index = 0
         """Of the step that the gradients are for: that many were done."""
         self._consumed: dict[int, TakenGradient] = {}
@@ -296,12 +294,11 @@ class ParameterGradients:
         self.micro_batches.step_ends()
         self.clipping.end_step()
 
-    def drop(self, set_to_none: bool) -> None:
-        """Drop every gradient that no update has taken yet; without `set_to_none` put zeros where there was one. Those that
-        autograd brings to what the optimizer does not train are the user's."""
+    def drop(self, set_to_none: bool, besides: Collection[ParameterInfo]) -> None:
+        """See `Training.zero_grad`."""
         self.micro_batches.step_begins_anew()
         with unguarded():
-            infos = [*self._trained, *filterfalse(_IS_UNFROZEN, self._untrained)]
+            infos = [*self._trained, *besides]
             if set_to_none and self._intake.is_empty:
                 set_each(map(_PARAMETER_OF, infos), "grad", repeat(None))
             else:

@@ -11,14 +11,14 @@ number.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from offload.config import Config
 from offload.errors import NonFiniteGradientError, UsageError
-from offload.model.flat import some_of
+from offload.model.flat import ParameterInfo, some_of
 from offload.model.unit import Unit
 from offload.model.unit_state import ShardState
 from offload.ranks.next_transfers import MeetingPoint
@@ -170,8 +170,9 @@ class Training(FailureState):
                 "engine.backward(loss) instead of loss.backward()."
             )
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop every gradient that no update has taken yet; without `set_to_none` put zeros where there was one."""
+    def zero_grad(self, set_to_none: bool = True, besides: Collection[ParameterInfo] = ()) -> None:
+        """Drop every gradient that no update has taken yet; without `set_to_none` put zeros where there was one. `besides`:
+        what the optimizer has and does not train yet. Those of other parameters are the user's."""
         self.check()
         self.loss_is_scaled = False  # of a backward that was cut short
         self._clip_once = None  # of the gradients that are dropped
@@ -182,7 +183,7 @@ class Training(FailureState):
             if not set_to_none:
                 self._residency.finish_updates()
                 self._settle_shards()
-            self.parameter_gradients.drop(set_to_none)
+            self.parameter_gradients.drop(set_to_none, besides)
 
     def clip_at_step(self, max_norm: float) -> float:
         """Have the coming step clip to `max_norm`, if there are gradients; return the norm before clipping."""

@@ -78,10 +78,6 @@ class PlainPlayer(Player):
 
     def do_zero_grad(self, to_none: bool = True) -> Any:
         self._clip_once = None
-        held = {id(one) for one in self._held()}
-        for parameter in self.model.parameters():
-            if id(parameter) not in held:
-                parameter.grad = None  # the engine's zero_grad is that of the whole model
         return super().do_zero_grad(to_none)
 
     def _measured(self) -> float:

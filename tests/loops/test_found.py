@@ -316,6 +316,42 @@ FOUND = {
             op("train", batch=0, micro=1),
         ),
     ),
+    "a record that is damaged on the drive is so at every look at it: the search's own account of that": Program(
+        Model(
+            width=3,
+            blocks=("large", "half"),
+            tie="blocks",
+            checkpointing="reentrant",
+            dtype="bf16",
+            state_format="bf16",
+            optimizer="lion",
+            all_in_groups=True,
+            max_grad_norm=0.3,
+        ),
+        (
+            Setup(
+                *("cpu", "nvme", "deferred", "backward"),
+                prefetch=0,
+                seed=192,
+                drive="failing",
+                fault="flip",
+                strikes="records",
+                failing=7,
+                joined=1 << 20,
+                marked="mixes",
+                expects=2,
+                room=6.0,
+            ),
+        ),
+        (
+            op("step", interrupt=1942),
+            op("penalty", batch=4),
+            op("save", beside=True, number=2),
+            op("forward", batch=0),
+            op("export"),
+            op("state_dict"),
+        ),
+    ),
 } | {
     f"one backward through what is used twice found no room, {where}": Program(
         Model(width=3, blocks=blocks, reused=True, tie=tie, checkpointing="reentrant"),
@@ -326,6 +362,24 @@ FOUND = {
         ("in memory", Setup(prefetch=0, on_device=1.0), ("normed", "half"), ""),
         ("all on the device", Setup(accelerator="deferred", prefetch=0, on_device=1.0), ("half", "large"), "leaf"),
         ("cpu", Setup("cpu", "cpu", "deferred", prefetch=0, on_device=1.0, memory=1.0), ("half", "large"), "blocks"),
+    )
+}
+
+FOUND |= {
+    f"a gradient of what is in no group, which {told}": Program(
+        Model(blocks=("lora",), frozen=(0,)),
+        (Setup("cpu", "cpu", accelerator),),
+        (op("freeze_one", parameter=5, frozen=False), op("train", batch=0), *then, op("train", batch=1)),
+    )
+    for accelerator in ("cpu", "deferred")
+    for told, then in (
+        (f"zero_grad leaves, {accelerator}", (op("zero_grad"), op("add_group"))),
+        (
+            f"zero_grad leaves where it is frozen, {accelerator}",
+            (op("freeze_one", parameter=5, frozen=True), op("zero_grad"), op("add_group")),
+        ),
+        (f"is added before zero_grad, {accelerator}", (op("add_group"), op("zero_grad"))),
+        (f"is added before it becomes zeros, {accelerator}", (op("add_group"), op("zero_grad", to_none=False))),
     )
 }
 
