@@ -80,7 +80,7 @@ def computed_on(
 def before_each_copy(
     patch: pytest.MonkeyPatch,
     kind: type[Accelerator],
-    way: Literal["copy_in", "copy_out"],
+    way: Literal["copy_in", "copy_out", "copy_out_beside_compute"],
     before: Callable[[torch.Tensor, torch.Tensor], object],
 ) -> None:
     """On such a device, with the destination and the source."""

@@ -21,6 +21,8 @@ from .loops import train
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NBYTES = 256 * 2**20
+LARGE_NBYTES = 2**30
+"""At 50 GB/s the wait by a blocking event, after which a virtual machine wakes the thread 0.3 ms late, is 1.5 % of it."""
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def test_a_large_copy_reaches_95_percent_of_a_bare_one(report: Any) -> None:
     """As the engine copies a unit: in one transfer. Each direction alone, and both at once; the best of several, so that a busy
     machine does not decide."""
     accelerator = CudaAccelerator()
-    found = [report("rates").links(accelerator, NBYTES) for _ in range(3)]
+    found = [report("rates").links(accelerator, LARGE_NBYTES) for _ in range(3)]
     for name in ("h2d", "d2h", "both"):
         assert max(one["share_of_bare"][name] for one in found) >= 0.95, (name, found)
     accelerator.close()
@@ -67,6 +69,7 @@ def test_every_copy_of_a_step_knows_its_host_memory(
 
     before_each_copy(monkeypatch, CudaAccelerator, "copy_in", into)
     before_each_copy(monkeypatch, CudaAccelerator, "copy_out", out)
+    before_each_copy(monkeypatch, CudaAccelerator, "copy_out_beside_compute", out)
     # What initialize copies it waits for.
     train(where, tmp_path, parameters, states, prepare=lambda model: unknown.clear(), dtype="bf16", update=update)
     assert not unknown
@@ -77,16 +80,25 @@ def test_copies_run_beside_compute_and_beside_each_other(report: Any, tmp_path: 
     host = [HostMemory(NBYTES, "a test", register=accelerator.pin, prefault=True) for _ in range(2)]
     device = [torch.empty(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
     a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    accelerator.copy_in_after_compute()
-    torch.mm(a, a)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+
+    def computed(value: torch.Tensor, count: int) -> torch.Tensor:
+        for _ in range(count):
+            value = torch.mm(value, value).clamp_(-1, 1)
+        return value
+
+    def copied_beside(before: int, beside: int) -> None:
+        """Both copies wait for the products before them, so that the host is ahead of the device: those beside wait there."""
+        first = computed(a, before)
+        accelerator.copy_in_after_compute()
         pending = [accelerator.copy_out(host[1].tensor, device[1]), accelerator.copy_in(device[0], host[0].tensor)]
-        for _ in range(400):
-            a = torch.mm(a, a).clamp_(-1, 1)
+        computed(first, beside)
         for one in pending:
             one.wait()
         torch.cuda.synchronize()
+
+    copied_beside(1, 1)  # a kernel that runs for the first time is loaded first
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        copied_beside(100, 400)
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     found = report("overlap").summarize(json.loads((tmp_path / "trace.json").read_text()))
     for link in found["links"].values():
