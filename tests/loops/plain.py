@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class PlainPlayer(Player):
 
     def start(self, setup: Setup, state: Mapping[str, torch.Tensor] | None = None) -> None:
         self.model, self.optimizer = self.made(state)
+        self._give_states_to_added()
         self.optimizer.register_step_pre_hook(self._before_step)
         self._clip_once, self._step_count = None, 0
 
@@ -39,6 +41,18 @@ class PlainPlayer(Player):
 
     def end(self) -> None:
         pass
+
+    def do_add_group(self) -> Any:
+        super().do_add_group()
+        self._give_states_to_added()
+        return {}
+
+    def _give_states_to_added(self) -> None:
+        """Where torch does not."""
+        if isinstance(self.optimizer, torch.optim.Adagrad) and not adagrad_gives_states_late():
+            for parameter in self._held():
+                if not self.optimizer.state[parameter]:
+                    self.optimizer.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(parameter)}
 
     def backward(self, losses: list[torch.Tensor], how: str, **keywords: Any) -> None:
         total = losses[0] if len(losses) == 1 else sum(loss / len(losses) for loss in losses)
@@ -131,6 +145,20 @@ class PlainPlayer(Player):
 
     def exported(self) -> dict[str, torch.Tensor]:
         return self.state()
+
+
+@functools.cache
+def adagrad_gives_states_late() -> bool:
+    """Whether torch's Adagrad gives states to what is added to it, or only to what it is made of."""
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.Adagrad(parameters[:1])
+    optimizer.add_param_group({"params": parameters[1:]})
+    parameters[1].grad = torch.zeros(1)
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
 
 
 def _random_state() -> list[torch.Tensor]:
