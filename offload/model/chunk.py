@@ -136,13 +136,16 @@ class Chunk:
     """The parameters that have a piece in it; `indices`: theirs."""
     only_pieces: list[Piece] = field(init=False)
     indices: frozenset[int] = field(init=False)
+    positions: dict[int, int] = field(init=False)
+    """Of its pieces, by the parameter's index."""
 
     def __post_init__(self) -> None:
         layout = self.layout
         self.index, self.start, self.stop, self.numel = layout.index, layout.start, layout.stop, layout.numel
         self.nbytes = self.numel * self.flat.layout.itemsize
         self.infos, self.only_pieces = [info for info, _ in self.pieces], [piece for _, piece in self.pieces]
-        self.indices = frozenset(info.index for info in self.infos)
+        self.positions = {info.index: position for position, info in enumerate(self.infos)}
+        self.indices = frozenset(self.positions)
 
     def __repr__(self) -> str:
         return f"<Chunk [{self.start}, {self.stop}) of parameters {', '.join(info.fqn for info, _ in self.pieces)}>"

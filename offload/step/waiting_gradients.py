@@ -2,8 +2,9 @@
 """Which gradients wait for each other in `p.grad`: PyTorch accumulates into it undisturbed, as the engine would.
 
 They are taken over together: at the end of backward where the tensors that autograd made are kept, else when backward leaves
-their unit. What waits for that takes no more memory than is worth a word: of a unit with more the small ones wait. Of a shared
-parameter the engine adds the parts itself, and on several ranks none waits.
+their unit, or reaches another one where nothing has to know of that. What waits for that takes no more memory than is worth a
+word: of a unit with more the small ones wait. Of a shared parameter the engine adds the parts itself, and on several ranks none
+waits.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ class WaitingGradients:
         self._fillings: dict[tuple[int, int | None], Filling] = {}
         """By unit and id of a module, where that has a part of the unit to itself: those that wait, if they fill chunks."""
         gradients = parts.gradients
+        self.until_the_end = parts.stays and parts.accelerator.unified
+        """Whether they wait for the end of backward, until which PyTorch adds to them what the engine would."""
         if gradients is None or parts.ranks.world_size > 1:
             return
         for unit in parts.units:
-            if not unit.shares_parameters and (infos := _waiting(unit, gradients, parts.stays)) is not None:
+            if not unit.shares_parameters and (infos := _waiting(unit, gradients, self.until_the_end)) is not None:
                 self.by_unit[unit.index] = infos
                 self._add_parts(unit, gradients)
 
@@ -61,9 +64,9 @@ class WaitingGradients:
         return self._fillings.get((unit.index, module_id if unit.has_parts else None))
 
 
-def _waiting(unit: Unit, gradients: ChunkGradients, stays: bool) -> list[ParameterInfo] | None:
+def _waiting(unit: Unit, gradients: ChunkGradients, until_the_end: bool) -> list[ParameterInfo] | None:
     trained = [info for info in unit.parameters if info.trainable]
-    if stays:
+    if until_the_end:
         return [info for info in trained if gradients.adopts(info) and info.dtype == torch.float32]
     if max(sum(gradient_nbytes(info) for info in part if info.trainable) for part in unit.parts) <= _TOGETHER_NBYTES:
         return trained

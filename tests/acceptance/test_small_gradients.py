@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small gradients wait in `p.grad` until backward leaves their unit, beside a device too, and leave it together: to the bits
-that they have one at a time, and that training in memory has."""
+"""Small gradients wait in `p.grad` until backward leaves their unit, beside a device too, and leave it together, or go together
+to where they stay on it: to the bits that they have one at a time, and that training in memory has."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload.device.arithmetic.ingest_table import IngestTable
 from offload.device.deferred import DeferredAccelerator
 from offload.model.taken_gradient import TakenGradient
-from offload.step.gradients.transit import GradientTransit
 from tests.crosses import in_pairs
 from tests.devices import before_each_copy
 from tests.inside import units_of
@@ -26,8 +26,12 @@ from .models import IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_PLACE, Block, Setup, 
 from .runs import assert_same_bits
 from .speculating import at_once
 
-SETUPS = (ON_CPU, ON_NVME, Setup("cpu", "nvme", "deferred"))
+STAYING = (Setup("device", "device", "deferred"), Setup("device", "cpu", "deferred"))
+"""Whose parameters never leave the device, so that nothing has to know when backward leaves a unit."""
+LEAVING = (ON_CPU, ON_NVME, Setup("cpu", "nvme", "deferred"))
+SETUPS = (*LEAVING, *STAYING)
 beside_a_device = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
+of_units_that_leave = pytest.mark.parametrize("setup", LEAVING, ids=lambda setup: setup.name)
 BATCHES = vector_batches(24)
 BLOCKS = 4
 
@@ -71,15 +75,15 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many gradients came at once into each buffer on the device."""
+    """How many gradients came at once into each buffer on the device that they do not fill."""
     counts: list[int] = []
-    pack = GradientTransit.pack
+    ingest_some = IngestTable.ingest_some
 
-    def counted(self: GradientTransit, chunk: Any, arriving: Any, addition: Any) -> None:
-        counts.append(len(arriving))
-        pack(self, chunk, arriving, addition)
+    def counted(self: IngestTable, dst: Any, sources: Any, which: Any) -> None:
+        counts.append(len(which))
+        ingest_some(self, dst, sources, which)
 
-    monkeypatch.setattr(GradientTransit, "pack", counted)
+    monkeypatch.setattr(IngestTable, "ingest_some", counted)
     return counts
 
 
@@ -190,8 +194,15 @@ def test_updates_that_began_with_them_are_undone(
     assert_same_bits(weights[1], weights[0])
 
 
-@pytest.mark.parametrize(("most_nbytes", "at_once"), [(1 << 20, 6), (1000, 4), (100, 1)])
-@beside_a_device
+# What stays on the device may do so in a chunk of its own; on the way from it that leaves by itself.
+@pytest.mark.parametrize(
+    ("setup", "most_nbytes", "at_once"),
+    [
+        *((setup, *one) for setup in (*LEAVING, STAYING[1]) for one in ((1 << 20, 6), (1000, 4), (100, 1))),
+        *((STAYING[0], *one) for one in ((1 << 20, 7), (1000, 4), (100, 1))),
+    ],
+    ids=lambda one: one.name if isinstance(one, Setup) else str(one),
+)
 def test_no_more_waits_than_is_worth_a_word(
     opened: Any, packed: list[int], setup: Setup, monkeypatch: pytest.MonkeyPatch, most_nbytes: int, at_once: int
 ) -> None:
@@ -238,7 +249,7 @@ class Towers(nn.Module):
         return self.left_output + right
 
 
-@beside_a_device
+@of_units_that_leave
 def test_what_ends_with_its_gradients_ends_when_they_come(opened: Any, packed: list[int], setup: Setup) -> None:
     """No gradient of an input says that backward is through with the first block of the tower that it takes first: it is let go
     before backward goes through the other. Its gradients say so, and leave together all the same."""
@@ -261,27 +272,42 @@ def test_what_ends_with_its_gradients_ends_when_they_come(opened: Any, packed: l
     assert_same_bits(weights[1], weights[0])
 
 
-@beside_a_device
+@of_units_that_leave
 def test_only_the_unit_that_backward_is_in_has_gradients_of_its_own(opened: Any, setup: Setup) -> None:
-    engine, found = built(opened, setup), list[set[str]]()
+    engine = built(opened, setup)
+    assert all(len(blocks) <= 1 for blocks in seen_in_backward(engine))
+    assert not any(_is_there(p.grad) for p in engine.module.parameters())
 
-    def look(module: nn.Module, *_: Any) -> None:
-        gradients = {name: p.grad for name, p in engine.module.named_parameters()}
-        found.append({name.rpartition(".")[0] for name, one in gradients.items() if _is_there(one)})
+
+@pytest.mark.parametrize("setup", STAYING, ids=lambda setup: setup.name)
+def test_only_the_block_that_backward_came_from_has_gradients_of_its_own(opened: Any, setup: Setup) -> None:
+    """Beside what comes after a call, as the gradient of a parameter that is used outside its block: that waits for the end."""
+    engine = built(opened, setup)
+    first, *others = seen_in_backward(engine)
+    assert not first and all(len(blocks - {"1"}) <= 1 for blocks in others) and "3" not in others[-1]
+    assert not any(_is_there(p.grad) for p in engine.module.parameters())
+
+
+def seen_in_backward(engine: Any) -> list[set[str]]:
+    """Whenever backward reaches a block, the blocks with gradients that were not taken over."""
+    found: list[set[str]] = []
+
+    def look(*_: Any) -> None:
+        gradients = {name: p.grad for name, p in engine.module.blocks.named_parameters()}
+        found.append({name.split(".")[0] for name, one in gradients.items() if _is_there(one)})
 
     for block in engine.module.blocks:
         block.register_full_backward_pre_hook(look)
     backward(engine, 0)
     assert len(found) == BLOCKS + 1
-    assert all(len({name.split(".")[1] for name in names if name.startswith("blocks")}) <= 1 for names in found), found
-    assert not any(_is_there(p.grad) for p in engine.module.parameters())
+    return found
 
 
 def _is_there(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and not isinstance(gradient, TakenGradient)
 
 
-@beside_a_device
+@of_units_that_leave
 def test_what_fails_as_they_leave_fails_the_engine(opened: Any, setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
 

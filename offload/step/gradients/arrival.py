@@ -74,6 +74,8 @@ class GradientArrival:
         self._transit: GradientTransit | None = None
         self._packed: set[int] = set()
         """Indices of parameters that leave the device in chunks which they share."""
+        self._kept = {info.index for chunk in chunks if self._is_kept(chunk) for info in chunk.infos}
+        """Indices of those whose gradients stay on the device."""
         self.sums_on_device: SumsOnDevice | None = None
         """Where fp32 sums may stay on the device that belong in host memory."""
         if transit_buffer_count:
@@ -91,6 +93,10 @@ class GradientArrival:
     def _packing_transit(self) -> GradientTransit | None:
         """By which first gradients leave the device at once; None where none leaves, or they are to be summed there."""
         return None if self.sums_on_device is not None and self.sums_on_device.expects_several else self._transit
+
+    def _is_kept(self, chunk: Chunk) -> bool:
+        """Whether its gradient stays on the device."""
+        return self._squares_on_device is not None and chunk.route.gradients_in is Memory.DEVICE
 
     def adopts(self, chunk: Chunk) -> bool:
         """Whether autograd's own tensors are kept: they lie where gradients do."""
@@ -192,38 +198,65 @@ class GradientArrival:
 
     def _send_together(self, found: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:
         transit = self._packing_transit
-        packed: dict[Chunk, list[tuple[Piece, torch.Tensor]]] = {}
+        together = self._kept if transit is None else self._kept | self._packed
+        moves: dict[Chunk, list[tuple[Piece, torch.Tensor]]] = {}
         for info, gradient in found:
-            if transit is None or info.index not in self._packed:
+            if info.index not in together:
                 self.arrive(info, gradient, Addition.FIRST, owned=True)
                 continue
             ordered = info.in_memory_order(gradient)
             for chunk, piece in info.pieces:
-                packed.setdefault(chunk, []).append((piece, cut(ordered, piece)))
-        for chunk, arriving in packed.items():
-            assert transit is not None
+                moves.setdefault(chunk, []).append((piece, cut(ordered, piece)))
+        for chunk, arriving in moves.items():
             state, indices = gradient_of(chunk), [piece.slot.parameter_index for piece, _ in arriving]
             with self._room_for(chunk):
                 state.live.update(indices)
                 state.squares.update(dict.fromkeys(indices))
-                transit.pack(chunk, arriving, Addition.FIRST)
+                if self._is_kept(chunk):
+                    self._store(chunk, arriving)
+                else:
+                    assert transit is not None
+                    transit.pack(chunk, arriving, Addition.FIRST)
+
+    def _store(self, chunk: Chunk, arriving: Sequence[tuple[Piece, torch.Tensor]]) -> None:
+        """First gradients, which stay on the device."""
+        assert self._squares_on_device is not None
+        buffer = self.buffers.for_adding(gradient_of(chunk), wide=False)
+        which = [chunk.positions[piece.slot.parameter_index] for piece, _ in arriving]
+        self._squares_on_device.table_of(chunk).ingest_some(buffer, [source for _, source in arriving], which)
 
     def may_fill(self, infos: Iterable[ParameterInfo]) -> bool:
-        """Whether first gradients of these parameters go to the host in chunks that they share."""
-        return self._packed.issuperset([info.index for info in infos])
+        """Whether first gradients of these parameters of one unit stay on the device, or go to the host in chunks that they
+        share."""
+        indices = {info.index for info in infos}
+        return indices <= self._packed or indices <= self._kept
 
     def fill(self, filling: Filling, gradients: list[torch.Tensor]) -> bool:
-        """`arrive_together` of gradients that fill whole chunks, unless they are to be summed on the device."""
-        transit = self._packing_transit
-        if transit is None:
+        """`arrive_together` of gradients that fill whole chunks, unless they belong on the host and are to be summed on the
+        device."""
+        transit, are_kept = self._packing_transit, self._is_kept(filling.chunks[0].chunk)
+        if transit is None and not are_kept:
             return False
         for filled in filling.chunks:
             state = gradient_of(filled.chunk)
             with self._room_for(filled.chunk):
                 state.live.update(filled.indices)
                 state.squares.update(filled.indices)
-                transit.fill(filled.chunk, gradients[filled.which])
+                if are_kept:
+                    self._store_all(filled.chunk, gradients[filled.which])
+                else:
+                    assert transit is not None
+                    transit.fill(filled.chunk, gradients[filled.which])
         return True
+
+    def _store_all(self, chunk: Chunk, gradients: list[torch.Tensor]) -> None:
+        """The first gradients of all of the chunk's parameters, which stay on the device."""
+        assert self._squares_on_device is not None
+        buffer, table = self.buffers.for_adding(gradient_of(chunk), wide=False), self._squares_on_device.table_of(chunk)
+        if buffer.dtype == chunk.flat.dtype:
+            table.ingest(buffer, gradients)
+        else:
+            table.ingest_some(buffer, gradients, range(len(gradients)))
 
     def _adopt(self, state: ChunkGradient, arriving: list[tuple[int, Piece, torch.Tensor]]) -> None:
         for index, piece, source in arriving:

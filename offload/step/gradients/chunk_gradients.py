@@ -70,7 +70,7 @@ class ChunkGradients:
         self._arrival.arrive_together(taken)
 
     def filling(self, infos: Sequence[ParameterInfo]) -> Filling | None:
-        """Of parameters whose first gradients fill whole chunks on their way to the host; None of others."""
+        """Of parameters of one unit, computed on a device, whose first gradients fill whole chunks; None of others."""
         return Filling(infos) if self._arrival.may_fill(infos) and fill_chunks(infos) else None
 
     def fill(self, filling: Filling, gradients: list[torch.Tensor]) -> bool:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters whose gradients wait for each other and fill whole chunks: what taking them over needs is put together once.
+"""Parameters of a unit whose gradients wait for each other and fill whole chunks: what taking them over needs is put together
+once.
 
 Backward leaves the gradients of a unit's parameters in `p.grad`. Where each of them is the first of its parameter, and lies in
 memory as the parameter does, they are taken over as one, by a few calls of C. Else each goes its own way.

@@ -130,8 +130,7 @@ class GradientTransit:
         if packing is None:
             memory = self._buffer()
             packing = self._open[chunk] = _Packing(chunk, memory, self._values(memory, chunk))
-        positions = {info.index: position for position, (info, _) in enumerate(chunk.pieces)}
-        which = [positions[piece.slot.parameter_index] for piece, _ in arriving]
+        which = [chunk.positions[piece.slot.parameter_index] for piece, _ in arriving]
         self._squares.table_of(chunk).ingest_some(packing.values, [source for _, source in arriving], which)
         packing.pieces.update((piece.slot.parameter_index, PackedPiece(piece, addition)) for piece, _ in arriving)
         if len(packing.pieces) == len(chunk.pieces):

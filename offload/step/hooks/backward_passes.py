@@ -96,10 +96,10 @@ class BackwardUse:
 class _ValuesMet:
     """A hook of what a covered call computed: backward is to find the values that forward found."""
 
-    __slots__ = ("_first_number", "_passes", "_turn", "_unit_index", "_version")
+    __slots__ = ("_first_number", "_module_id", "_passes", "_turn", "_unit_index", "_version")
 
-    def __init__(self, passes: BackwardPasses, unit: Unit, first_number: int) -> None:
-        self._turn = weakref.ref(passes.turn)
+    def __init__(self, passes: BackwardPasses, unit: Unit, module_id: int, first_number: int) -> None:
+        self._turn, self._module_id = weakref.ref(passes.turn), module_id
         self._passes, self._unit_index, self._version = weakref.ref(passes), unit.index, unit.version
         self._first_number = first_number
 
@@ -107,7 +107,7 @@ class _ValuesMet:
         passes = self._passes()
         if passes is None:
             raise _parts_are_gone(self._turn())
-        passes.reach_covered(self._unit_index, self._version)
+        passes.reach_covered(self._unit_index, self._module_id, self._version)
         if torch.is_grad_enabled():  # the backward records a graph
             node = torch._C._current_autograd_node()
             passes.second_order.follow(node, self._unit_index, self._version, self._first_number)
@@ -142,7 +142,8 @@ class BackwardPasses:
 
     def __init__(self, units: Sequence[Unit], training: Training, events: ModelEvents) -> None:
         self.units, self._training, self._uses, self._events = units, training, training.uses, events
-        self.turn, self._waiting = training.turn, training.parameter_gradients.waiting.by_unit
+        waiting = training.parameter_gradients.waiting
+        self.turn, self._waiting, self._waits_until_the_end = training.turn, waiting.by_unit, waiting.until_the_end
         self._clock = itertools.count(1)
         self._open: dict[BackwardUse, None] = {}
         self._graph_tasks: dict[int, weakref.ref[_GraphTaskEnd]] = {}
@@ -152,6 +153,8 @@ class BackwardPasses:
         self._coming: Counter[int] = Counter()
         """By unit: those inside the call that backward is in, which it has not computed again yet."""
         self._left_early: dict[int, Unit] = {}
+        self._reached: tuple[int, int] | None = None
+        """The covered call that backward is in: its unit, and id of its module."""
         self._ended = self._accumulates = False
         self.shared_gradients = SharedGradients(units)
         self.second_order = SecondOrder(units, self._uses, self._second_order_reaches, training.failures)
@@ -165,8 +168,9 @@ class BackwardPasses:
 
     def forward_begins(self) -> None:
         """A new outermost forward: nothing of an earlier backward that was cut short is still going on."""
-        if self._graph_tasks and not self._events.all_stays:
+        if self._graph_tasks and not self._waits_until_the_end:
             self._events.waiting_arrived()  # before another backward's come to them
+        self._reached = None
         self._open.clear()
         self._graph_tasks.clear()
         self._left_early.clear()
@@ -227,8 +231,9 @@ class BackwardPasses:
         if gone and not self._graph_tasks:
             if self._events.all_stays:
                 self._uses.uncover()
-            else:
+            if not self._waits_until_the_end:
                 self._events.waiting_arrived()
+            self._reached = None
             self._left_early.clear()
             self._coming.clear()
             self.second_order.let_go()
@@ -247,6 +252,7 @@ class BackwardPasses:
             with self._training.failures():
                 self.second_order.let_go()
             self._ended = True
+            self._reached = None
             self._coming.clear()
             with self._training.failures():
                 if self._events.all_stays:
@@ -257,18 +263,25 @@ class BackwardPasses:
                 if self._accumulates:  # else it is `torch.autograd.grad`'s or a transform's, no part of the step
                     self._events.backward_ended()
 
-    def watch_values(self, unit: Unit, first_number: int, output: Any) -> None:
-        """A covered call of the unit's module ended; forward numbered its functions from `first_number`."""
+    def watch_values(self, unit: Unit, module_id: int, first_number: int, output: Any) -> None:
+        """A covered call of a module of the unit ended; forward numbered its functions from `first_number`."""
         met: _ValuesMet | None = None
         for tensor in tensors_in(output):
             for level in levels_of(tensor):
                 if level.requires_grad and level.grad_fn is not None:
-                    met = met or _ValuesMet(self, unit, first_number)
+                    met = met or _ValuesMet(self, unit, module_id, first_number)
                     level.register_hook(met)
 
-    def reach_covered(self, unit_index: int, version: int) -> None:
-        """A gradient reaches what such a call computed."""
+    def reach_covered(self, unit_index: int, module_id: int, version: int) -> None:
+        """A gradient reaches what such a call computed: backward is mostly through with the call that it reached before. What
+        comes later of that waits for the end."""
         self.enter()
+        reached = unit_index, module_id
+        if reached != self._reached:
+            before, self._reached = self._reached, reached
+            if before is not None and not self._waits_until_the_end and self._waiting.get(before[0]):
+                with self._training.failures():
+                    self._accumulates = self._events.waiting_arrived(self.units[before[0]], before[1]) or self._accumulates
         unit = self.units[unit_index]
         if unit.version != version or self._events.memory_is_short:
             with self._training.failures():

@@ -287,7 +287,7 @@ class Hooks:
         if self._covers and not self._calls.has(module):
             first = self._first_numbers.get(id(module))  # none where what comes before a first forward failed
             if first is not None and torch.is_grad_enabled() and not is_lookup(module):
-                self._backwards.watch_values(unit, first, output)
+                self._backwards.watch_values(unit, id(module), first, output)
             return
         try:
             if self._calls.has_inside(module) and not self._training.has_failed:
