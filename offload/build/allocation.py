@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from offload.config import Config
 from offload.device.accelerator import Accelerator, HomeMemory
-from offload.device.virtual.current import imagined
+from offload.device.virtual.current import virtual_machine
 from offload.layout import Extent, Layout
 from offload.planning.budget import Tier
 from offload.planning.placement import Placement
@@ -52,7 +52,7 @@ class Allocation:
     def gradients(self, tier: Tier, extents: Iterable[Extent]) -> Store:
         extents = list(extents)
         store = self._made_store(GRADIENTS, self._placement.gradients, tier, extents)
-        if (machine := imagined()) is not None and extents and (part := store.view(extents[0])) is not None:
+        if (machine := virtual_machine()) is not None and extents and (part := store.view(extents[0])) is not None:
             machine.takes_as_written(part)  # those of autograd may be kept instead
         return store
 

@@ -25,7 +25,7 @@ from offload.device.cuda import CudaAccelerator
 from offload.device.deferred import DeferredAccelerator
 from offload.device.host_memory.memory_limits import host_memory_limit
 from offload.device.virtual.accelerator import accelerator_on
-from offload.device.virtual.current import imagined
+from offload.device.virtual.current import virtual_machine
 from offload.errors import BudgetError, ConfigError
 from offload.layout import CHUNK_NUMELS, Layout, ParameterSpec, build_layout, large_chunk_numels
 from offload.model.description import (
@@ -66,7 +66,7 @@ def choose_accelerator() -> Accelerator:
     """CUDA where torch finds a device, else the CPU; the environment variable OFFLOAD_ACCELERATOR overrides it.
 
     On a machine that exists only in numbers: its own."""
-    if (machine := imagined()) is not None:
+    if (machine := virtual_machine()) is not None:
         return accelerator_on(machine)
     name = accelerator_name()
     if name == "cuda":
@@ -199,7 +199,7 @@ class Assembly:
         if self._source is not None:
             self._source = self._source.converted_for(model)
             self._covered = self._source.match(model)
-        if imagined() is None:
+        if virtual_machine() is None:
             check_values(described.infos, self._covered)
             check_buffers(model, self._covered)
         if optimizer is not None:

@@ -13,7 +13,7 @@ from offload.build.rank_parts import rank_parts
 from offload.config import Config
 from offload.device.accelerator import Accelerator, UnitMemory
 from offload.device.arithmetic.records import RecordFormat
-from offload.device.virtual.current import imagined
+from offload.device.virtual.current import virtual_machine
 from offload.layout import Layout, UnitLayout
 from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
@@ -94,7 +94,7 @@ class Building:
         records = RecordStore(trained, storage.records, self._format_of) if trained else None
         pool = storage.staging_pool()
         timeline = Timeline(accelerator.clock_ns, accelerator.recorder)
-        if imagined() is None:
+        if virtual_machine() is None:
             Materializer(accelerator, parameter_store, records, values, state_of, self._ledger).run(units)
         self.value_facts = values.facts()
         of_ranks = rank_parts(self._ranks, Foundation(accelerator, self._layout, units, self._ledger, timeline))

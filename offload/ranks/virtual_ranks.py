@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from offload.device.virtual.current import imagined
+from offload.device.virtual.current import virtual_machine
 from offload.device.virtual.machine import VirtualMachine
 from offload.device.virtual.operations import CountedOperations
 from offload.device.virtual.simulation import Event, Simulation
@@ -192,8 +192,8 @@ class VirtualRanks(Ranks):
 
 
 def virtual_ranks() -> Group | None:
-    """Those of the machine that is imagined; None on a real one."""
-    machine = imagined()
+    """Those of the virtual machine; None on a real one."""
+    machine = virtual_machine()
     if machine is None:
         return None
     return VirtualRanks(machine) if machine.rank_count > 1 else Alone()

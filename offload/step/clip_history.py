@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.device.virtual.current import imagined
+from offload.device.virtual.current import virtual_machine
 
 QUIET_STEPS = 8
 """Steps without a strike after which the next is expected to have none."""
@@ -32,7 +32,7 @@ class ClipHistory:
     @staticmethod
     def before_the_first(norm_counts: bool) -> ClipHistory:
         """`norm_counts`: whether the norm may change what a step does. In virtual time a run's later steps are of interest."""
-        return ClipHistory(0 if norm_counts and imagined() is None else QUIET_STEPS)
+        return ClipHistory(0 if norm_counts and virtual_machine() is None else QUIET_STEPS)
 
     @property
     def expects_none(self) -> bool:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from offload.device.host_memory.host_pages import populate
 from offload.device.host_memory.memory_limits import refused_memory
-from offload.device.virtual.current import imagined
+from offload.device.virtual.current import virtual_machine
 from offload.layout import round_up
 
 PAGE_NBYTES = 4096
@@ -178,7 +178,7 @@ class HostMemory:
         if nbytes == 0:
             return
         mapped_nbytes = round_up(nbytes, PAGE_NBYTES)
-        if (machine := imagined()) is not None and (stand_in := machine.host_memory(nbytes)) is not None:
+        if (machine := virtual_machine()) is not None and (stand_in := machine.host_memory(nbytes)) is not None:
             self._tensor = stand_in
             if ledger is not None:
                 ledger.add(purpose, mapped_nbytes)
@@ -188,7 +188,7 @@ class HostMemory:
             mapping, start = _map(mapped_nbytes, direct_io=direct_io)
             lent = (c_uint8 * mapped_nbytes).from_buffer(mapping, start)
             self._tensor = torch.frombuffer(lent, dtype=torch.uint8, count=nbytes)
-            if prefault and imagined() is None:
+            if prefault and virtual_machine() is None:
                 populate(self._tensor.data_ptr(), mapped_nbytes)
             held = _Held(mapping, lent)
             is_registered = register is not None and held.register(register, self._tensor.data_ptr(), mapped_nbytes)
@@ -216,7 +216,7 @@ class HostMemory:
 def _map(nbytes: int, *, direct_io: bool) -> tuple[mmap.mmap, int]:
     """An anonymous mapping with `nbytes` from the returned offset on, which lies on a 2 MiB boundary."""
     # Addresses are rounded up to the boundary; pages outside of [start, start + nbytes) are never touched.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_NORESERVE if imagined() is not None else 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_NORESERVE if virtual_machine() is not None else 0)
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags=flags)
     base = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
     start = round_up(base, HUGE_PAGE_NBYTES) - base

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from offload.device.virtual.current import imagined
+from offload.device.virtual.current import virtual_machine
 from offload.errors import ConfigError
 from offload.tiers.io.failure import storage_error
 from offload.tiers.scratch_file import ScratchFile, create_file, refuses_direct_io, reserve
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 def free_nbytes(paths: Sequence[str | os.PathLike[str]]) -> int:
     """What could be written to the paths in equal shares; paths on one file system share its room. A path that does not exist
     yet counts as the folder that it would be made in. 0 where nobody can say. Of a machine in numbers all that it has."""
-    if (machine := imagined()) is not None:
+    if (machine := virtual_machine()) is not None:
         return int(machine.nvme_nbytes)
     try:
         existing = [_existing(path) for path in paths]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from offload.device.accelerator import Accelerator
-from offload.device.virtual.current import imagined
+from offload.device.virtual.current import virtual_machine
 from offload.layout import Extent
 from offload.tiers.device import DeviceStore
 from offload.tiers.io import IoBackend, open_backend
@@ -28,7 +28,7 @@ class Stores:
         self._accelerator, self._ledger = accelerator, ledger
         if not nvme_nbytes:
             return
-        if (machine := imagined()) is not None:
+        if (machine := virtual_machine()) is not None:
             self.backend = VirtualBackend(machine)
             return
         self._scratch = ScratchFolder(nvme_paths)
@@ -45,7 +45,7 @@ class Stores:
             return DeviceStore(name, extents, accelerator)
         if tier != "nvme":
             return CpuStore(name, extents, ledger=self._ledger, register=accelerator.pin if is_copied else None)
-        if (machine := imagined()) is not None:
+        if (machine := virtual_machine()) is not None:
             return VirtualStore(name, extents, machine, accelerator.recorder)
         assert self.backend is not None
         return NvmeStore(name.replace(" ", "-"), extents, self._scratch, self.backend, recorder=accelerator.recorder)

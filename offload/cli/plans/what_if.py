@@ -49,7 +49,7 @@ class Wishes:
 
 
 MakeOutline = Callable[[dict[str, int]], Outline]
-"""From budgets (fields of `Config`) to an outline on the machine that is imagined."""
+"""From budgets (fields of `Config`) to an outline on the virtual machine."""
 
 
 def wishes_of(

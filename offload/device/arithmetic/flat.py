@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from offload import _native
-from offload.device.virtual.current import imagined
+from offload.device.virtual.current import virtual_machine
 
 DTYPE_CODES = {torch.float32: _native.F32, torch.bfloat16: _native.BF16, torch.float16: _native.F16}
 # Elements that the torch forms work on at a time: about ten float64 temporaries of that size.
@@ -25,7 +25,7 @@ _CHUNK_NUMEL_DEVICE = 1 << 20
 
 
 def uses_native(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and _native.available() and imagined() is None
+    return tensor.device.type == "cpu" and _native.available() and virtual_machine() is None
 
 
 # Assertions: these are the contract between our own layers, and native code behind a wrong size would corrupt memory.

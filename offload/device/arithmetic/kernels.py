@@ -23,7 +23,7 @@ from torch import Tensor
 from offload import _native
 from offload.device.arithmetic import compiled_kernels
 from offload.device.arithmetic.flat import DTYPE_CODES, check_flat, chunk_numel, chunks, store, uses_native
-from offload.device.virtual.current import imagined
+from offload.device.virtual.current import virtual_machine
 
 BLOCK_NUMEL = 4096
 """Elements of a block of the sum of squares."""
@@ -61,7 +61,7 @@ def ingest_async(
         raise AssertionError(f"sums must be contiguous float64 [{block_count}] on {device}")
     if numel == 0:
         return sums
-    if (machine := imagined()) is not None:
+    if (machine := virtual_machine()) is not None:
         machine.pass_over(src, src.nbytes + (dst.nbytes * (1 + accumulate) if dst is not None else 0))
         if dst is not None:
             machine.wrote(dst)
@@ -138,7 +138,7 @@ def convert(dst: Tensor, src: Tensor, *, all_cores: bool = False) -> None:
     of `ingest_async`."""
     check_flat("dst", dst, src.numel(), src.device)
     check_flat("src", src, src.numel(), src.device)
-    if (machine := imagined()) is not None:
+    if (machine := virtual_machine()) is not None:
         machine.pass_over(src, src.nbytes + dst.nbytes)
         machine.wrote(dst)
         return
@@ -157,7 +157,7 @@ def convert(dst: Tensor, src: Tensor, *, all_cores: bool = False) -> None:
 
 def scale(values: Tensor, factor: np.float32) -> None:
     """values *= factor: float32 in host memory, in the calling thread alone."""
-    if (machine := imagined()) is not None:
+    if (machine := virtual_machine()) is not None:
         machine.pass_over(values, 2 * values.nbytes)
         return
     np.multiply(values.numpy(), factor, out=values.numpy())
@@ -170,7 +170,7 @@ def exact_sum(arrays: Sequence[Tensor]) -> int | None:
     was cut: the sums of parts may be added."""
     if any(array.dtype != torch.float64 or not array.is_contiguous() for array in arrays):
         raise AssertionError("exact sums are of contiguous float64 tensors")
-    if imagined() is not None:
+    if virtual_machine() is not None:
         return 0
     if elsewhere := [array for array in arrays if array.device.type != "cpu"]:
         arrays = [array for array in arrays if array.device.type == "cpu"] + [torch.cat(elsewhere).cpu()]

@@ -21,13 +21,13 @@ from offload.device.arithmetic.optimizer_step_torch import update_torch
 from offload.device.arithmetic.records import RecordFormat
 from offload.device.arithmetic.rules import MOMENTS, Hyper, Rule
 from offload.device.arithmetic.segment import MASTER, Segment, StateFormat, scale_name
-from offload.device.virtual.current import imagined
+from offload.device.virtual.current import virtual_machine
 
 
 def update(segments: Sequence[Segment]) -> None:
     """One step on every segment, in place. The formulas are those of torch.optim with foreach=False and its order of operations
     (see `offload_update` in `native/include/offload.h`)."""
-    if (machine := imagined()) is not None:
+    if (machine := virtual_machine()) is not None:
         machine.pass_over(segments[0].grad, sum(map(touched_nbytes, segments)))
         return
     native, compiled = list[_native.UpdateArguments](), list[Segment]()

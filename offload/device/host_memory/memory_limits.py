@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from offload.device.virtual.current import imagined
+from offload.device.virtual.current import virtual_machine
 from offload.errors import BudgetError
 
 _PROC = Path("/proc")
@@ -71,7 +71,7 @@ def refused_memory(nbytes: int, purpose: str, error: OSError) -> BudgetError:
 
 def host_memory_limits(proc: Path = _PROC) -> list[MemoryLimit]:
     """Every bound there is, physical memory first."""
-    if (machine := imagined()) is not None:
+    if (machine := virtual_machine()) is not None:
         return [MemoryLimit("the machine's memory", machine.cpu_nbytes, machine.cpu_nbytes)]
     memory = psutil.virtual_memory()
     return [MemoryLimit("physical memory", memory.total, memory.available), *_group_limits(proc), *_resource_limits(proc)]

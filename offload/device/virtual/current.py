@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 _present: list[VirtualMachine] = []
 
 
-def imagined() -> VirtualMachine | None:
-    """The machine that is imagined now; None on a real one."""
+def virtual_machine() -> VirtualMachine | None:
+    """The virtual machine that this process runs on now; None on a real one."""
     return _present[-1] if _present else None
 
 

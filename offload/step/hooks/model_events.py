@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from offload.device.virtual.current import imagined
+from offload.device.virtual.current import virtual_machine
 from offload.errors import UsageError
 from offload.model.flat import ParameterInfo
 from offload.model.unit import Unit
@@ -38,7 +38,7 @@ class ModelEvents:
     def forward_begins(self, unit: Unit, inputs: Any) -> None:
         """An outermost one, on these inputs."""
         recorded = torch.is_grad_enabled()
-        if recorded and (machine := imagined()) is not None:
+        if recorded and (machine := virtual_machine()) is not None:
             left_out = machine.take_left_out()
             self._residency.micro_batch_begins(left_out)
             self._speculation.micro_batch_begins(left_out)
