@@ -107,7 +107,7 @@ class Building:
             self._made.extend((gradients, updates))
         own_fetcher = self._fetcher(parameter_store, pool, updates)
         self._made.append(own_fetcher)
-        fetcher, intake = of_ranks.fetcher(own_fetcher), of_ranks.intake(gradients)
+        fetcher, gradient_sync = of_ranks.fetcher(own_fetcher), of_ranks.gradient_sync(gradients)
         self._made.extend(of_ranks.attend(parameter_store, updates))
         sums = gradients.sums_on_device if gradients is not None else None
         nbytes, activations = placement.unit_capacity_nbytes or 0, self._activation_memory()
@@ -120,8 +120,8 @@ class Building:
         return Components(
             accelerator=accelerator, layout=self._layout, placement=placement, units=units,
             parameters=list(infos), pool=pool, ledger=self._ledger, timeline=timeline,
-            fetcher=fetcher, residency=residency, expected=expected, ranks=self._ranks, meeting=of_ranks.meeting, intake=intake,
-            parameter_store=parameter_store, records=records, gradients=gradients, updates=updates,
+            fetcher=fetcher, residency=residency, expected=expected, ranks=self._ranks, meeting=of_ranks.meeting,
+            gradient_sync=gradient_sync, parameter_store=parameter_store, records=records, gradients=gradients, updates=updates,
             backend=storage.backend, made=self._made,
         )  # fmt: skip
 

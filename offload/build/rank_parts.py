@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine consists of otherwise on several ranks than on one: chosen once, when it is built.
 
-meeting   where the ranks pass points of the program together
-fetcher   units whose parameters are partitioned are gathered
-updates   where parameters are whole on every rank, what each updates of them is spread to the others
-intake    gradients are averaged
-attend    what the other ranks are answered
+meeting        where the ranks pass points of the program together
+fetcher        units whose parameters are partitioned are gathered
+updates        where parameters are whole on every rank, what each updates of them is spread to the others
+gradient_sync  gradients are averaged
+attend         what the other ranks are answered
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offload.step.chunk_stores import ParameterStore
 from offload.step.components import Closable
 from offload.step.foundation import Foundation
 from offload.step.gradients.chunk_gradients import ChunkGradients
-from offload.step.gradients.intake import Intake, OwnGradients
+from offload.step.gradients.gradient_sync import GradientSync, OwnGradients
 from offload.step.gradients.reduction import Reduction
 from offload.step.residency.fetching import Fetcher, GatheredFetcher, StagedFetcher
 from offload.step.residency.shard_exchange import ShardExchange
@@ -46,8 +46,8 @@ class OneRank:
         """`own`: what brings this rank's part of a unit."""
         return own
 
-    def intake(self, gradients: ChunkGradients | None) -> Intake:
-        return OwnGradients(gradients) if gradients is not None else Intake()
+    def gradient_sync(self, gradients: ChunkGradients | None) -> GradientSync:
+        return OwnGradients(gradients) if gradients is not None else GradientSync()
 
     def attend(self, parameter_store: ParameterStore, updates: Updates | None) -> Sequence[Closable]:
         """Everything is there now. Returns what is to be closed."""
@@ -79,9 +79,9 @@ class SeveralRanks(OneRank):
             return own
         return GatheredFetcher(self._foundation.accelerator, own, self._rendezvous)
 
-    def intake(self, gradients: ChunkGradients | None) -> Intake:
+    def gradient_sync(self, gradients: ChunkGradients | None) -> GradientSync:
         if gradients is None:
-            return Intake()
+            return GradientSync()
         self._reduction = Reduction(self._foundation, gradients, self._ranks, self._rendezvous)
         return self._reduction
 

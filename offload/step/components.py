@@ -14,7 +14,7 @@ from offload.ranks.group import Group, Meeting
 from offload.step.chunk_stores import ParameterStore, RecordStore
 from offload.step.foundation import Foundation
 from offload.step.gradients.chunk_gradients import ChunkGradients
-from offload.step.gradients.intake import Intake
+from offload.step.gradients.gradient_sync import GradientSync
 from offload.step.residency.fetching import Fetcher
 from offload.step.residency.residency import Residency
 from offload.step.updates.update import Updates
@@ -68,7 +68,7 @@ class Components(Foundation):
     expected: Expected
     ranks: Group
     meeting: Meeting
-    intake: Intake
+    gradient_sync: GradientSync
     parameter_store: ParameterStore
     records: RecordStore | None = None
     gradients: ChunkGradients | None = None

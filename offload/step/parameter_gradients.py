@@ -55,7 +55,7 @@ class ParameterGradients:
         """`measure`: gives the norm of the gradients as they stand. `require_scaled_loss`: raises where what comes lacks the
         loss scale. `failures`: `FailureState.failures`."""
         self._units, self._parameters = parts.units, parts.parameters
-        self._gradients, self._intake = parts.gradients, parts.intake
+        self._gradients, self._gradient_sync = parts.gradients, parts.gradient_sync
         self._require_scaled_loss, self._failures = require_scaled_loss, failures
         self.micro_batches = MicroBatches(parts, narrow=narrow_sums)
         self.clipping = TokenClipping(parts.parameters, self.live, measure, self._accumulate)
@@ -167,7 +167,7 @@ class ParameterGradients:
             self._require_scaled_loss()
             _refuse_clipped(token)
             self._further_coming(info, is_second=True)
-            self._intake.arrive(info, gradient, owned=False, is_part=self.micro_batches.adds_part(info))
+            self._gradient_sync.arrive(info, gradient, owned=False, is_part=self.micro_batches.adds_part(info))
 
     def _further_coming(self, info: ParameterInfo, *, is_second: bool) -> None:
         """See `MicroBatches.gradient_coming`. Without room what waits goes with the rest."""
@@ -180,12 +180,12 @@ class ParameterGradients:
     def _take_over(self, info: ParameterInfo, gradient: torch.Tensor, *, owned: bool) -> None:
         self._units[info.unit_index].shard.become(ShardState.REDUCING)
         is_part = self.micro_batches.adds_part(info)
-        self._intake.arrive(info, gradient, owned=owned, is_part=is_part)
+        self._gradient_sync.arrive(info, gradient, owned=owned, is_part=is_part)
         info.parameter.grad = self.clipping.token(info, self.step_index)
 
     def adopt(self) -> None:
         """Gradients that other ranks computed count here too."""
-        for index in self._intake.newly_present():
+        for index in self._gradient_sync.newly_present():
             info = self._parameters[index]
             if info.parameter.grad is None and self._gradients is not None:
                 self._gradients.expect(info)
@@ -210,19 +210,19 @@ class ParameterGradients:
         keeps of it, and before it goes to them. (What one rank has of it is dropped when somebody asks whether it is live.)"""
         self.adopt()
         with unguarded():
-            infos = self._intake.remembered()
+            infos = self._gradient_sync.remembered()
             taken_out = [info for info in infos if not isinstance(info.parameter.grad, TakenGradient)]
             if taken_out:
-                self._intake.settle()
+                self._gradient_sync.settle()
             for info in taken_out:
-                self._intake.drop(info)
+                self._gradient_sync.drop(info)
 
     def take_assigned(self) -> None:
         """A gradient that the user assigned to `p.grad` counts like one that backward computed."""
         self._drop_taken_out()
         with unguarded():
             for info, gradient in _new_gradients(self._trained):
-                self._intake.drop(info)  # what stood there before it
+                self._gradient_sync.drop(info)  # what stood there before it
                 self._take_over(info, gradient, owned=False)
 
     # ---- a single one ----------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class ParameterGradients:
     def gather_in(self) -> None:
         """On several ranks have what has arrived averaged, also where backwards only accumulate. Collective."""
         self.take_assigned()
-        self._intake.end()
+        self._gradient_sync.end()
         self.adopt()
 
     def is_live(self, info: ParameterInfo) -> bool:
@@ -251,7 +251,7 @@ class ParameterGradients:
 
     def replace(self, info: ParameterInfo, value: torch.Tensor) -> None:
         """What backward brought is forgotten; `value`, scaled, in the parameter's dtype and the same on all ranks, counts."""
-        self._intake.settle()
+        self._gradient_sync.settle()
         self.adopt()
         with unguarded():
             self._drop(info, set_to_none=True)
@@ -276,9 +276,9 @@ class ParameterGradients:
             )
 
     def sum_of_squares(self, point: MeetingPoint) -> int | None:
-        """See `Intake.sum`."""
+        """See `GradientSync.sum`."""
         self._drop_taken_out()
-        return self._intake.sum(point, self._squares)
+        return self._gradient_sync.sum(point, self._squares)
 
     def _squares(self) -> list[torch.Tensor]:
         """Sums of squares, block by block, of what this rank keeps of the gradients."""
@@ -299,7 +299,7 @@ class ParameterGradients:
         self.micro_batches.step_begins_anew()
         with unguarded():
             infos = [*self._trained, *besides]
-            if set_to_none and self._intake.is_empty:
+            if set_to_none and self._gradient_sync.is_empty:
                 set_each(map(_PARAMETER_OF, infos), "grad", repeat(None))
             else:
                 for info in infos:
@@ -310,7 +310,7 @@ class ParameterGradients:
 
     def _drop(self, info: ParameterInfo, set_to_none: bool) -> None:
         had_gradient = info.parameter.grad is not None
-        self._intake.drop(info)
+        self._gradient_sync.drop(info)
         info.parameter.grad = None
         if had_gradient and not set_to_none:
             zeros = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device=info.parameter.device).zero_()

@@ -51,7 +51,7 @@ class Training(FailureState):
         """`hyper_of`: the optimizer's; None where nothing is trained."""
         super().__init__(parts.meeting, turn)
         self._units, self._residency, self._parameters = parts.units, parts.residency, parts.parameters
-        self._chunk_gradients, self._updates, self._intake = parts.gradients, parts.updates, parts.intake
+        self._chunk_gradients, self._updates, self._gradient_sync = parts.gradients, parts.updates, parts.gradient_sync
         self._parameter_store, self._records = parts.parameter_store, parts.records
         self._accelerator, self._timeline, self.recorder = parts.accelerator, parts.timeline, parts.accelerator.recorder
         self.loss_scale = LossScale.of(config.loss_scale, config.dtype)
@@ -177,7 +177,7 @@ class Training(FailureState):
         self.loss_is_scaled = False  # of a backward that was cut short
         self._clip_once = None  # of the gradients that are dropped
         with self.failures():
-            self._intake.settle()
+            self._gradient_sync.settle()
             self.parameter_gradients.adopt()
             self.speculation.drop()
             if not set_to_none:
@@ -262,7 +262,7 @@ class Training(FailureState):
         assert self._updates is not None
         self.parameter_gradients.end_step()
         self.uses.abandon()  # of a backward that an exception cut short: what is in use is not fetched anew
-        self._intake.end_step()
+        self._gradient_sync.end_step()
         self._residency.end_step()
         self._updates.read_ahead()
         self._residency.bring_first()

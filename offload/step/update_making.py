@@ -26,7 +26,7 @@ class UpdateMaker:
     """Owned by the thread that drives the model, and backward's, never both at once."""
 
     def __init__(self, parts: Components, hyper_of: HyperOf) -> None:
-        self._intake, self._residency = parts.intake, parts.residency
+        self._gradient_sync, self._residency = parts.gradient_sync, parts.residency
         self.hyper_of = hyper_of
         self._group_indices = sorted({info.group_index for info in parts.parameters if info.group_index is not None})
 
@@ -40,7 +40,7 @@ class UpdateMaker:
         what multiplies their gradients."""
         hypers = {index: self.hyper_of(index) for index in set(map(_GROUP_INDEX_OF, live))}
         set_each(live, "step", map(add, map(_STEP_OF, live), repeat(1)))
-        self._intake.forget(live)
+        self._gradient_sync.forget(live)
         touched, updated = set(map(_UNIT_INDEX_OF, live)), set(map(_INDEX_OF, live))
         for unit in self._residency.next_order():
             if unit.index in touched:

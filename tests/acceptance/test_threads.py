@@ -170,7 +170,7 @@ def test_zero_grad_takes_its_turn_before_it_touches_any_gradient(opened: Any, mo
     """What other ranks' reductions bring is settled there: no other thread is in the model meanwhile."""
     model = Stack()
     engine = opened(model, adamw(model), ON_CPU)
-    intake, turn = type(parts_of(engine).intake), engine._training.turn
+    gradient_sync, turn = type(parts_of(engine).gradient_sync), engine._training.turn
     taken: list[bool] = []
 
     def settle(_: Any) -> None:
@@ -181,7 +181,7 @@ def test_zero_grad_takes_its_turn_before_it_touches_any_gradient(opened: Any, mo
         other.start()
         other.join(60)
 
-    monkeypatch.setattr(intake, "settle", settle)
+    monkeypatch.setattr(gradient_sync, "settle", settle)
     engine.zero_grad()
     assert taken == [False]
 

@@ -411,7 +411,7 @@ def memory(fields: dict[str, Any], accelerator: str = "cpu") -> dict[str, Any]:
                 "numel": numel,
                 "planned": {line["purpose"]: line["nbytes"] for line in stats["planned"]},
                 "host": stats["host_nbytes"],
-                "unreduced_peak": parts_of(engine).intake.peak_nbytes,
+                "unreduced_peak": parts_of(engine).gradient_sync.peak_nbytes,
                 "resident_peak": stats["resident_peak_nbytes"],
             }
 

@@ -7,7 +7,7 @@ The way of one, file by file. Names without a folder lie here:
     step/hooks/model_events.py        tells who is to know; of what waits for others, until the last has come
     step/waiting_gradients.py         says which wait there for each other
     step/parameter_gradients.py       takes it over, and puts a token in its place
-    intake.py                         one rank's goes on, that of several is averaged first (reduction.py); what waited on one
+    gradient_sync.py                  one rank's goes on, that of several is averaged first (reduction.py); what waited on one
                                       rank goes on without it
     chunk_gradients.py                whether it counts for the coming step, as the first or added to others
     arrival.py                        into its chunk's buffer: adopted, added (addition.py), or packed on the device

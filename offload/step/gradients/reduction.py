@@ -31,7 +31,7 @@ from offload.ranks.rendezvous import Rendezvous
 from offload.ranks.transport import Ranks
 from offload.step.foundation import Foundation
 from offload.step.gradients.chunk_gradients import ChunkGradients
-from offload.step.gradients.intake import Intake
+from offload.step.gradients.gradient_sync import GradientSync
 from offload.step.gradients.norm import summed_over_ranks
 from offload.tiers.memory import HostMemory
 
@@ -49,7 +49,7 @@ def average_dtype() -> str:
     return chosen
 
 
-class Reduction(Intake):
+class Reduction(GradientSync):
     """See the module. `reduce` runs in the communication thread, everything else in the training thread."""
 
     def __init__(self, foundation: Foundation, gradients: ChunkGradients, ranks: Ranks, rendezvous: Rendezvous) -> None:

@@ -26,7 +26,7 @@ class ModelEvents:
         """`input_dtype`: what the root's floating-point inputs are cast to."""
         self._training, self._speculation = training, training.speculation
         self._parameter_gradients = training.parameter_gradients
-        self._residency, self._intake, self._updates = parts.residency, parts.intake, parts.updates
+        self._residency, self._gradient_sync, self._updates = parts.residency, parts.gradient_sync, parts.updates
         self._accelerator, self._timeline = parts.accelerator, parts.timeline
         self.all_stays = parts.stays
         self.memory_is_short = any(unit.route.has_store for unit in parts.units) or parts.placement.uses_nvme
@@ -118,7 +118,7 @@ class ModelEvents:
     def backward_leaves(self, unit: Unit) -> None:
         """No use of the unit is open in this backward any more."""
         if self._training.synchronizing:
-            self._intake.leave(unit)
+            self._gradient_sync.leave(unit)
             self._speculation.backward_left(unit, 1.0 / self._training.loss_scale.value)
 
     def waiting_arrived(self, unit: Unit | None = None, module_id: int | None = None) -> bool:
@@ -136,5 +136,5 @@ class ModelEvents:
         """An outermost backward is over."""
         self._training.loss_is_scaled = False
         if self._training.synchronizing:
-            self._intake.end()
+            self._gradient_sync.end()
             self._parameter_gradients.adopt()

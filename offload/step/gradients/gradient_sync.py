@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the gradients that this rank computed become those that a step is made of: alone, or averaged over the ranks.
 
-Intake         nothing is trained: nothing comes
+GradientSync   nothing is trained: nothing comes
 OwnGradients   one rank: what it computed is what counts
 Reduction      several ranks (`offload.step.gradients.reduction`)
 """
@@ -19,7 +19,7 @@ from offload.ranks.next_transfers import MeetingPoint
 from offload.step.gradients.chunk_gradients import ChunkGradients
 
 
-class Intake:
+class GradientSync:
     """See the module. Owned by the thread that drives the model, and backward's, never both at once."""
 
     peak_nbytes = 0
@@ -67,7 +67,7 @@ class Intake:
         return exact_sum(squares())
 
 
-class OwnGradients(Intake):
+class OwnGradients(GradientSync):
     """One rank's."""
 
     def __init__(self, gradients: ChunkGradients) -> None:
