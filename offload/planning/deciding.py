@@ -22,7 +22,7 @@ from offload.planning.budget import LANDING_BUFFERS, LANDING_NBYTES, Tier
 from offload.planning.cost import cost, step_seconds
 from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import ALONE, Placement, Problem, RankGroup, Verdict, format_of, place
-from offload.planning.purposes import LANDING, RETAINED, ROOM_TO_UNDO, UNITS_IN_USE
+from offload.planning.purposes import GRADIENT_BUFFERS, LANDING, ROOM_TO_UNDO, UNITS_IN_USE
 from offload.planning.sizes import Footprint, least_gradient_buffers
 from offload.planning.spare_device_memory import SpareDeviceMemory
 from offload.planning.spare_host_memory import SpareHostMemory
@@ -143,7 +143,7 @@ class Decision:
         budget = self.problem.budget("cpu")
         if budget is None:
             return False
-        own = (RETAINED, LANDING)  # of the gradients, which take as many bytes whatever the chunks are
+        own = (GRADIENT_BUFFERS, LANDING)  # of the gradients, which take as many bytes whatever the chunks are
         buffers = [size for purpose, size in placement.staging.items() if purpose not in own]
         return sum(count * nbytes for count, nbytes in buffers) > _BUFFERS_SHARE * budget
 

@@ -125,7 +125,7 @@ class Placement:
     @property
     def retained_gradient_buffers(self) -> int:
         """For gradients on their way to NVMe, each as one backward leaves it, or where several are expected in fp32."""
-        return self.staging[purposes.RETAINED][0] if purposes.RETAINED in self.staging else 0
+        return self.staging[purposes.GRADIENT_BUFFERS][0] if purposes.GRADIENT_BUFFERS in self.staging else 0
 
     @property
     def kept(self) -> Kept:

@@ -12,15 +12,15 @@ from itertools import compress
 
 from offload.planning.budget import FETCH_BUFFERS, IN_WRITING, READ_AHEAD, Tier
 from offload.planning.purposes import (
-    EMITTED,
     FETCHED,
+    GRADIENT_BUFFERS,
     GRADIENTS,
     OPTIMIZER_STATES,
     PARAMETERS,
     RECORDS,
     RECORDS_ON_DEMAND,
     RELOADED,
-    RETAINED,
+    UPDATED_PARAMETERS,
     StateNames,
 )
 from offload.planning.route import Memory, Route, ValuePath
@@ -122,13 +122,13 @@ def passed_through(
         yield "cpu", RECORDS_ON_DEMAND, 1, max(sizes.chunks)
     spills = route.gradients_in is None and retained > 0
     if spills:
-        yield "cpu", RETAINED, retained * gradient_parts, gradient // gradient_parts
+        yield "cpu", GRADIENT_BUFFERS, retained * gradient_parts, gradient // gradient_parts
     if spills or route.brings_gradients:
         # a gradient comes back with each record that is read ahead, in hand, or out of order; one in writing has none any more
         yield "cpu", RELOADED, READ_AHEAD + 1 + 1, gradient
     if route.value_path is ValuePath.COPY_IN or (comes_from_file and route.value_path is not ValuePath.RESIDENT):
         # updated parameters on their way home, and where the update reads them too, those read ahead
-        yield "cpu", EMITTED, (READ_AHEAD if any(sizes.read) else 0) + 1 + IN_WRITING, parameter_buffer
+        yield "cpu", UPDATED_PARAMETERS, (READ_AHEAD if any(sizes.read) else 0) + 1 + IN_WRITING, parameter_buffer
     if route.value_path is ValuePath.COPY_OUT:
         # in the update's hands; on its way home meanwhile, where that is memory: to a file's buffer it has gone before
-        yield "device", EMITTED, 1 if comes_from_file and not route.kept_parameters else 2, parameter_buffer
+        yield "device", UPDATED_PARAMETERS, 1 if comes_from_file and not route.kept_parameters else 2, parameter_buffer

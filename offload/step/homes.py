@@ -14,7 +14,7 @@ from offload.device.arithmetic.segment import MASTER
 from offload.layout import Piece
 from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
-from offload.planning.purposes import EMITTED, RECORDS_ON_DEMAND
+from offload.planning.purposes import RECORDS_ON_DEMAND, UPDATED_PARAMETERS
 from offload.planning.route import Memory, ValuePath
 from offload.step.chunk_stores import RecordStore
 from offload.step.components import Components
@@ -69,14 +69,14 @@ class Homes:
             records.read(chunk, record[: records.nbytes(chunk)]).wait()
         masters = records.over(chunk, record).arrays[MASTER]
         goes_over = chunk.route.value_path is ValuePath.COPY_IN
-        emitted = pool.lease(EMITTED) if goes_over else None
-        values = home if emitted is None else chunk.values_in(emitted.tensor)
+        buffer = pool.lease(UPDATED_PARAMETERS) if goes_over else None
+        values = home if buffer is None else chunk.values_in(buffer.tensor)
         for piece in pieces:
             part = chunk.part(piece)
             records.format(chunk).round_values(values[part], masters[part])
             if goes_over:
                 self._parts.accelerator.copy_in(home[part], values[part]).wait()
-        for one in (lease, emitted):
+        for one in (lease, buffer):
             if one is not None:
                 one.release()
 

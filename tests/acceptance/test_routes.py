@@ -13,7 +13,7 @@ import torch
 
 import offload
 from offload.model.chunk import Chunk
-from offload.planning.purposes import EMITTED
+from offload.planning.purposes import UPDATED_PARAMETERS
 from offload.planning.route import Memory
 from offload.planning.tier_choice import Kept
 from offload.step.updates.value_paths import ValuesCopiedOut, ValuesNeeded
@@ -138,7 +138,7 @@ def test_new_values_take_no_more_of_the_device_on_their_way_home_than_the_plan_s
     with choosing(kept=Kept(parameter_count=kept)):
         engine = opened(model, two_groups(model), Setup(home, "device", "deferred"), dtype="bf16", max_grad_norm=CLIP)
     found = list(run_engine(engine, lambda run: bitwise_loop(run, STEPS)))
-    [line] = [line for line in engine.stats()["planned"] if (line["tier"], line["purpose"]) == ("device", EMITTED)]
+    [line] = [line for line in engine.stats()["planned"] if (line["tier"], line["purpose"]) == ("device", UPDATED_PARAMETERS)]
     assert most == line["nbytes"] == count * max(unit.flats[0].chunks[0].nbytes for unit in units_of(engine))
     assert_same_bits(found, reference("bf16", "fp32"))
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.step.gradients.buffers import RETAINED
+from offload.step.gradients.buffers import GRADIENT_BUFFERS
 from offload.step.updates.update import Updates
 from tests.crosses import in_pairs, in_turn
 from tests.file_systems import free_room
@@ -69,7 +69,7 @@ def test_kept_or_undone_the_bits_are_the_same(opened: Any, speculating: None, se
     engine = opened(model, two_groups(model), setup, dtype=dtype, max_grad_norm=clip)
     assert_same_bits(run_engine(engine, train), reference(dtype, clip))
     pool = parts_of(engine).pool
-    assert pool.free_count(RETAINED) == pool.stats.consumers[RETAINED].count, "a gradient is still held"
+    assert pool.free_count(GRADIENT_BUFFERS) == pool.stats.consumers[GRADIENT_BUFFERS].count, "a gradient is still held"
     begun, undone = counts(engine)
     assert begun == STEPS
     if clip == ALWAYS:

@@ -26,7 +26,7 @@ from offload.device.pending import AllOf, Pending
 from offload.layout import Extent
 from offload.model.chunk import Chunk, ChunkGradient
 from offload.planning.budget import spare_count
-from offload.planning.purposes import RELOADED, RETAINED
+from offload.planning.purposes import GRADIENT_BUFFERS, RELOADED
 from offload.planning.route import Memory
 from offload.step.gradients.spill_order import SpillOrder
 from offload.tiers.io import Priority
@@ -51,7 +51,7 @@ class GradientBuffers:
         self._pool, self._accelerator, self._lane, self._leave_device = pool, accelerator, lane, leave_device
         self._order = SpillOrder()
         """Of the chunks whose buffer is leased for what comes."""
-        buffers = pool.stats.consumers.get(RETAINED)
+        buffers = pool.stats.consumers.get(GRADIENT_BUFFERS)
         self._count, self._nbytes = (buffers.count, buffers.nbytes) if buffers is not None else (0, 1)
         """Of those buffers."""
         self._spilling_count = spilling_count
@@ -66,14 +66,14 @@ class GradientBuffers:
         if state.chunk.route.gradients_in is not None:
             return None
         for width in self._wanted(state, _dtype(state, wide=wide)):
-            while not self._pool.free_count(RETAINED, width):
+            while not self._pool.free_count(GRADIENT_BUFFERS, width):
                 leaving = self._needed_last(state)
                 if (arriving := self._arriving(leaving)) is not None:
                     return arriving
                 self._spill(leaving)
-            if (coming := self._pool.coming(RETAINED, width)) is not None:
+            if (coming := self._pool.coming(GRADIENT_BUFFERS, width)) is not None:
                 return coming
-            if self._pool.free_count(RETAINED) - width < self._spare_count(width):
+            if self._pool.free_count(GRADIENT_BUFFERS) - width < self._spare_count(width):
                 leisurely = self._order.needed_last(state, at_leisure=True)
                 if leisurely is not None and (arriving := self._arriving(leisurely)) is not None:
                     return arriving
@@ -231,12 +231,12 @@ class GradientBuffers:
     def _retaining_lease(self, state: ChunkGradient, dtype: torch.dtype, freed_count: int = 0) -> Lease:
         """`freed_count`: buffers that are given back as soon as this one is had."""
         width = self._width(state, dtype)
-        lease = self._pool.try_lease(RETAINED, width)
+        lease = self._pool.try_lease(GRADIENT_BUFFERS, width)
         if lease is None:
             self._free(state, width)
-            lease = self._pool.lease(RETAINED, width)
+            lease = self._pool.lease(GRADIENT_BUFFERS, width)
         # Spill before the buffers run out, so that the next gradient need not wait for a write.
-        while self._pool.free_count(RETAINED) + freed_count < self._spare_count(width):
+        while self._pool.free_count(GRADIENT_BUFFERS) + freed_count < self._spare_count(width):
             coming = self._order.needed_last(state, at_leisure=True)
             if coming is None:
                 break
@@ -249,7 +249,7 @@ class GradientBuffers:
 
     def _free(self, state: ChunkGradient, width: int) -> None:
         """Spill until so many buffers side by side are given back."""
-        while not self._pool.free_count(RETAINED, width):
+        while not self._pool.free_count(GRADIENT_BUFFERS, width):
             self._spill(self._needed_last(state))
 
     def _needed_last(self, besides: ChunkGradient) -> ChunkGradient:
@@ -261,7 +261,7 @@ class GradientBuffers:
         """Have what is still on the device come over, which may need a wider buffer. Where there is none it stays, and lands on
         what is read back."""
         assert state.buffer is not None
-        if state.buffer.dtype == torch.float32 or self._pool.free_count(RETAINED, self._width(state, torch.float32)):
+        if state.buffer.dtype == torch.float32 or self._pool.free_count(GRADIENT_BUFFERS, self._width(state, torch.float32)):
             self._leave_device(state.chunk)
 
     def _spill(self, state: ChunkGradient) -> None:

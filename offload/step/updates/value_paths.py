@@ -24,7 +24,7 @@ from offload.device.pending import Pending, Settled
 from offload.layout import Piece
 from offload.model.chunk import Chunk
 from offload.planning.budget import READ_AHEAD
-from offload.planning.purposes import EMITTED
+from offload.planning.purposes import UPDATED_PARAMETERS
 from offload.planning.route import Memory, Route, ValuePath
 from offload.step.chunk_stores import ParameterStore
 from offload.step.updates.tools import UpdateTools
@@ -125,7 +125,7 @@ class ReadAhead:
         """Have `bring` fill a buffer, uint8 [chunk.nbytes]. False where none is left."""
         if chunk in self._coming:
             return True
-        lease = self._pool.try_lease(EMITTED) if len(self._coming) < READ_AHEAD else None
+        lease = self._pool.try_lease(UPDATED_PARAMETERS) if len(self._coming) < READ_AHEAD else None
         if lease is None:
             return False
         self._coming[chunk] = lease, bring(lease.tensor[: chunk.nbytes])
@@ -135,7 +135,7 @@ class ReadAhead:
         """The values that came, now; where they were not read ahead `bring` fills a buffer, if it is given. Until `release`."""
         lease, coming = self._coming.pop(chunk, (None, None))
         if lease is None:
-            lease = self._pool.lease(EMITTED)
+            lease = self._pool.lease(UPDATED_PARAMETERS)
             coming = bring(lease.tensor[: chunk.nbytes]) if bring is not None else None
         if coming is not None:
             coming.wait()
@@ -251,7 +251,7 @@ class ValuesCopiedOut(ValueAccess):
         if stored is not None:
             self._accelerator.join(self._accelerator.copy_in(into, stored[: into.numel()]))
             return
-        lease = self._pool.lease(EMITTED)
+        lease = self._pool.lease(UPDATED_PARAMETERS)
         content = lease.tensor[: into.numel()]
         self._parameter_store.read(chunk, content).wait()
         copied = self._accelerator.copy_in(into, content)
@@ -267,7 +267,7 @@ class ValuesCopiedOut(ValueAccess):
             before, self._leaving = self._leaving, last
             before.wait()
             return _OVER
-        lease = self._pool.lease(EMITTED)
+        lease = self._pool.lease(UPDATED_PARAMETERS)
         content = lease.tensor[: chunk.nbytes]
         if sum(piece.numel for piece in pieces) < chunk.numel:
             self._parameter_store.read(chunk, content).wait()
