@@ -54,7 +54,7 @@ class Homes:
             records.read(chunk, buffer).wait()
         return records, buffer
 
-    def tell(self, chunk: Chunk, pieces: Iterable[Piece]) -> None:
+    def refresh_from_masters(self, chunk: Chunk, pieces: Iterable[Piece]) -> None:
         """Make the values of these pieces, in memory, what the record's masters say, as an update leaves them. What has to be
         read or to go over does so in staging buffers of the updates, none of which may run."""
         records, parameter_store, pool = self._parts.records, self._parts.parameter_store, self._parts.pool

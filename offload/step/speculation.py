@@ -214,7 +214,7 @@ class Speculation:
             if update.chunk.parameters.other is not None:
                 self._parameter_store.undo_write(update.chunk)
             elif not self._parameter_store.restore_former(update.chunk):
-                self._homes.tell(update.chunk, update.only_pieces)
+                self._homes.refresh_from_masters(update.chunk, update.only_pieces)
         self._gradients.take_back(early.chunks)
         for info in early.updated:
             info.step -= 1

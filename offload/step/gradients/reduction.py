@@ -201,7 +201,7 @@ class Reduction(GradientSync):
         wide.copy_(narrow)
         return wide
 
-    # ---- the communication thread ---------------------------------------------------------------------------------
+    # ---- the communication thread --------------------------------------------------------------------------------
 
     def reduce(self, unit_index: int, contributors: frozenset[int]) -> None:
         """Average the unit's gradients over all ranks, those that are no contributors counting zero."""
