@@ -387,9 +387,11 @@ class DrawnPlayer(EnginePlayer):
         except offload.EngineFailedError:
             return self._recover()
         except offload.StorageError as error:
-            if not self._is_of_the_drive(error):
+            if self._is_of_the_drive(error):
+                return self._settle(operation)
+            if not self.drives.has_struck or not isinstance(error, offload.CorruptDataError):
                 raise
-            return self._settle(operation)
+            return self._recover()  # what lies damaged on the drive is so at every look
         self.facts.version += 1
         torch.manual_seed(1000 + self.position)
         candidates = self.facts.saved[self._saved(operation.values["number"])] if operation.name == "load" else []
