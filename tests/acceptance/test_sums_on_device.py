@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
+from offload.device.accelerator import Accelerator
+from offload.device.deferred import DeferredAccelerator
 from tests.crosses import in_turn
-from tests.devices import says_it_has
+from tests.devices import computed_on, says_it_has
 from tests.inside import accelerator_of, layout_of, parts_of, sums_on_device_of
 from tests.small_sizes import small
 
@@ -114,6 +117,32 @@ def test_a_loop_that_says_so_keeps_them_where_one_that_does_not_has_yet_to_learn
     assert sums_on_device_of(told).peak_nbytes == sums_on_device_of(learning).peak_nbytes == 0  # the last step had one
     for engine in (told, within, learning):
         assert_same_bits(engine.state_dict(), elsewhere.state_dict())
+
+
+def test_an_engine_that_is_closed_and_not_let_go_has_nothing_of_them(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor of the buffers through which gradients leave: another engine may want the memory."""
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def watched(inner: type[Accelerator]) -> type[Accelerator]:
+        def memory(device: Accelerator, nbytes: int) -> torch.Tensor:
+            found = inner.memory(device, nbytes)
+            made.append(weakref.ref(found.untyped_storage()))
+            return found
+
+        return type(inner.__name__, (inner,), {"memory": memory})
+
+    computed_on(monkeypatch, DeferredAccelerator, watched)
+    engine = started(ROOMY)
+    for number in range(2):
+        step(engine, number, 2)
+    backward(engine, SMALL, 200)
+
+    def held_nbytes() -> int:
+        return sum(storage.nbytes() for one in made if (storage := one()) is not None)
+
+    assert held_nbytes() > whole_nbytes(engine), "nothing was on the device"
+    engine.close()
+    assert held_nbytes() < whole_nbytes(engine) / 100, "sums of squares are small"
 
 
 def least(start: Any, rows: list[int]) -> int:

@@ -106,8 +106,9 @@ class GradientArrival:
         """Stop the lane."""
         self._lane.close()
         self.buffers.close()
-        if self._squares_on_device is not None:
-            self._squares_on_device.close()
+        for one in (self._squares_on_device, self._transit, self.sums_on_device):
+            if one is not None:
+                one.close()
 
     # ---- what backward has ---------------------------------------------------------------------------------------
 

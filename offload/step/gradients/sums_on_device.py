@@ -127,6 +127,11 @@ class SumsOnDevice:
             self.leave(next(iter(self._sums)))
             self._settle(waits=self.nbytes > nbytes)
 
+    def close(self) -> None:
+        """Give the device memory back, whoever still has the engine."""
+        self._sums.clear()
+        self._leaving.clear()
+
     def _settle(self, *, waits: bool = False) -> None:
         """Let go of what has left; if it `waits`, of all that was sent."""
         while self._leaving and (waits or self._leaving[0][1].done()):

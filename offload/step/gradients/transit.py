@@ -157,6 +157,12 @@ class GradientTransit:
         for packing in list(self._open.values()):
             self.leave(packing.chunk)
 
+    def close(self) -> None:
+        """Give the device memory back, whoever still has the engine."""
+        for own in (self._free, self._views, self._open, self._leaving):
+            own.clear()
+        self._memory = self._ring = self._memory[:0].clone()
+
     def _values(self, memory: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """The chunk's part of one of the buffers, whose tensors are there for good: [chunk.numel]."""
         key = id(memory), chunk.nbytes, chunk.flat.dtype
