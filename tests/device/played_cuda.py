@@ -87,8 +87,9 @@ class _Allocator:
 
     @property
     def used_nbytes(self) -> int:
-        held = {key: storage for key, made in self._held.copy().items() if (storage := made()) is not None}
-        for key in self._held.keys() - held.keys():
+        known = self._held.copy()
+        held = {key: storage for key, made in known.items() if (storage := made()) is not None}
+        for key in known.keys() - held.keys():
             self._held.pop(key, None)
         return sum(storage.nbytes() for storage in held.values())
 
