@@ -21,9 +21,9 @@ int result(const char* name) { return failing == name ? failing_code : 0; }
 
 void run_kernel(const char* name, int blocks, int threads, void** parameters) {
     int source = 0, target = 0;
-    if (std::sscanf(name, "offload_adam_%d_%d", &source, &target) == 2)
+    if (std::sscanf(name, "offload_adam_pieces_%d_%d", &source, &target) == 2)
         run_adam(source, target, blocks, threads, parameters[0]);
-    else if (std::sscanf(name, "offload_ingest_%d_%d", &source, &target) == 2)
+    else if (std::sscanf(name, "offload_ingest_pieces_%d_%d", &source, &target) == 2)
         run_ingest(source, target, blocks, threads, parameters[0]);
     else if (std::sscanf(name, "offload_convert_%d_%d", &source, &target) == 2)
         run_convert(source, target, blocks, threads, parameters[0]);

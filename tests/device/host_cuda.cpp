@@ -107,8 +107,9 @@ template <class Kernel> void launch(int blocks, int threads, bool together, cons
 template <class Parameter> using Kernel = void (*)(Parameter);
 
 #define ROW(what, source) {what##_##source##_0, what##_##source##_1, what##_##source##_2, what##_##source##_3}
-const Kernel<AdamPieces> adam_kernels[3][4] = {ROW(offload_adam, 0), ROW(offload_adam, 1), ROW(offload_adam, 2)};
-const Kernel<IngestPieces> ingest_kernels[3][4] = {ROW(offload_ingest, 0), ROW(offload_ingest, 1), ROW(offload_ingest, 2)};
+const Kernel<AdamPieces> adam_kernels[3][4] = {ROW(offload_adam_pieces, 0), ROW(offload_adam_pieces, 1), ROW(offload_adam_pieces, 2)};
+const Kernel<IngestPieces> ingest_kernels[3][4] = {ROW(offload_ingest_pieces, 0), ROW(offload_ingest_pieces, 1),
+                                                   ROW(offload_ingest_pieces, 2)};
 const Kernel<Convert> convert_kernels[3][3] = {{nullptr, offload_convert_0_1, offload_convert_0_2},
                                                {offload_convert_1_0, nullptr, offload_convert_1_2},
                                                {offload_convert_2_0, offload_convert_2_1, nullptr}};

@@ -44,7 +44,7 @@ class HostLauncher:
         self._library, self._block_limit = library(), block_limit
 
     def __call__(self, name: str, block_count: int, parameter: bytes) -> None:
-        what, source, target = name.removeprefix("offload_").split("_")
+        what, source, target = name.removeprefix("offload_").replace("_pieces", "").split("_")
         function = getattr(self._library, f"run_{what}")
         function.restype = None
         leading = (int(source), int(target), min(block_count, self._block_limit), THREADS)

@@ -96,7 +96,7 @@ def test_pieces_through_the_driver(played: ctypes.CDLL) -> None:
         assert all(exact.same_bits(*both) for both in zip(one.results(), other.results(), strict=True))
     assert all(exact.same_bits(*both) for both in zip(sums, kernels.ingest_all(parts), strict=True))
     names = [line.split()[1] for line in played.fake_log().decode().splitlines()]
-    assert names[1:] == 2 * ["offload_adam_0_3"] + 2 * ["offload_ingest_0_3"]
+    assert names[1:] == 2 * ["offload_adam_pieces_0_3"] + 2 * ["offload_ingest_pieces_0_3"]
 
 
 def test_a_launch_goes_to_torchs_stream_in_the_devices_context(played: ctypes.CDLL) -> None:
@@ -164,7 +164,7 @@ def test_prepare_loads_the_file_and_tries_a_kernel(played: ctypes.CDLL, tmp_path
     assert compiled_kernels.of(DEVICE) is not None and compiled_kernels.of(torch.device("cpu")) is None
     lines = played.fake_log().decode().splitlines()
     assert lines[0] == f"load {tmp_path / 'offload_cuda' / 'offload_cuda_kernels.fatbin'}"
-    assert [line.split()[1] for line in lines[1:]] == ["offload_ingest_0_3"]
+    assert [line.split()[1] for line in lines[1:]] == ["offload_ingest_pieces_0_3"]
 
 
 def test_without_a_driver_or_kernels_it_is_said(played: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_adam_of_many_pieces() -> None:
     launcher = Counted()
     with launched_by(DeviceKernels(launcher)):
         update(ours)
-    assert sorted(launcher.names) == 2 * ["offload_adam_0_3"] + 2 * ["offload_adam_1_3"]
+    assert sorted(launcher.names) == 2 * ["offload_adam_pieces_0_3"] + 2 * ["offload_adam_pieces_1_3"]
     for case, other in zip(*made, strict=True):
         for result, wanted in zip(case.results(), other.results(), strict=True):
             assert exact.same_bits(result, wanted)
@@ -161,7 +161,7 @@ def test_ingest_of_many_pieces() -> None:
     launcher = Counted()
     with launched_by(DeviceKernels(launcher)):
         found = kernels.ingest_all(ours)
-    assert sorted(launcher.names) == 2 * ["offload_ingest_0_3"] + 2 * ["offload_ingest_1_1"]
+    assert sorted(launcher.names) == 2 * ["offload_ingest_pieces_0_3"] + 2 * ["offload_ingest_pieces_1_1"]
     for one, other in zip(found, expected, strict=True):
         assert exact.same_bits(one, other)
     for (dst, _, _), (wanted, _, _) in zip(ours, parts, strict=True):

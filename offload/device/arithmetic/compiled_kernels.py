@@ -141,9 +141,10 @@ class Launcher:
 
 
 def entry_points() -> list[str]:
-    """The name of every kernel: offload_<what>_<dtype codes>."""
-    sources = DTYPE_CODES.values()
-    names = [f"offload_{what}_{s}_{t}" for what in ("adam", "ingest") for s in sources for t in (*sources, NO_TENSOR)]
+    """The name of every kernel: offload_<what>_<dtype codes>. A file of kernels with other parameters has other names, and is
+    refused as it is loaded."""
+    sources, kinds = DTYPE_CODES.values(), ("adam_pieces", "ingest_pieces")
+    names = [f"offload_{what}_{s}_{t}" for what in kinds for s in sources for t in (*sources, NO_TENSOR)]
     return names + [f"offload_convert_{s}_{t}" for s in sources for t in sources if s != t]
 
 
@@ -165,7 +166,7 @@ class DeviceKernels:
                 rows.append(_ADAM_PIECE.pack(*one[:-1], tiles, aligned) + one.scalars)
                 tiles += -(-one.numel // _TILE_NUMEL)
             head = _ADAM_HEAD.pack(len(some), tiles)
-            self._launch(f"offload_adam_{grad}_{values}", tiles, b"".join((head, *rows)))
+            self._launch(f"offload_adam_pieces_{grad}_{values}", tiles, b"".join((head, *rows)))
 
     def ingest(self, src: int, dst: int, pieces: Sequence[IngestPiece], *, accumulate: bool) -> None:
         """Store or add each piece, sum the squares. The codes of dtypes are those of all pieces; `dst` NO_TENSOR: only the
@@ -176,7 +177,7 @@ class DeviceKernels:
                 rows.append(_INGEST_PIECE.pack(*one, blocks))
                 blocks += -(-(one.offset + one.numel) // _BLOCK_NUMEL)
             head = _INGEST_HEAD.pack(len(some), blocks, accumulate)
-            self._launch(f"offload_ingest_{src}_{dst}", -(-blocks * _WARP // _THREADS), b"".join((head, *rows)))
+            self._launch(f"offload_ingest_pieces_{src}_{dst}", -(-blocks * _WARP // _THREADS), b"".join((head, *rows)))
 
     def convert(self, dst: Tensor, src: Tensor) -> None:
         """dst = src in dst's dtype."""

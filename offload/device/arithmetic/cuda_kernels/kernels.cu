@@ -273,13 +273,14 @@ template <int SrcDtype, int DstDtype> __device__ void convert(const Convert& a) 
 
 } // namespace
 
-// ---- entry points: offload_<what>_<dtype codes>. Each has one parameter, whose bytes a launch puts together.
+// ---- entry points: offload_<what>_<dtype codes>. Each has one parameter, whose bytes a launch puts together. Who changes it
+// changes the name: files of kernels that were compiled before are not to be launched with it.
 
 #define OFFLOAD_ADAM(GRAD, EMIT)                                                                                                           \
-    extern "C" __global__ void offload_adam_##GRAD##_##EMIT(const __grid_constant__ AdamPieces all) { adam<GRAD, EMIT>(all); }
+    extern "C" __global__ void offload_adam_pieces_##GRAD##_##EMIT(const __grid_constant__ AdamPieces all) { adam<GRAD, EMIT>(all); }
 
 #define OFFLOAD_INGEST(SRC, DST)                                                                                                           \
-    extern "C" __global__ void offload_ingest_##SRC##_##DST(const __grid_constant__ IngestPieces all) { ingest<SRC, DST>(all); }
+    extern "C" __global__ void offload_ingest_pieces_##SRC##_##DST(const __grid_constant__ IngestPieces all) { ingest<SRC, DST>(all); }
 
 #define OFFLOAD_CONVERT(SRC, DST)                                                                                                          \
     extern "C" __global__ void offload_convert_##SRC##_##DST(const __grid_constant__ Convert all) { convert<SRC, DST>(all); }
