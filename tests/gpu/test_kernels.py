@@ -158,7 +158,7 @@ def test_a_step_by_tables(form: str, own_master: bool) -> None:
         records = [torch.zeros(record_format.nbytes(numel), dtype=torch.uint8, device=device) for _ in range(2)]
         values = [torch.linspace(-1, 1, numel).to(dtype).to(device) for _ in range(2)]
         tables = [StepTable(record_format, numel, dtype, spans, device) for _ in range(2)]
-        joined = JoinedTable(list(zip(tables, records, values, strict=True)))
+        joined = JoinedTable(list(zip(tables, records, values, [None, None], strict=True)))
         joined.update_chunks(gradients, numbers, 0.3)
         joined.update([gradient[span.low : span.high] for gradient in gradients for span in spans], (one, 5), -0.3)
         tables[0].update(None, records[0], values[0], gradients[0], (one, 6), 1.0)

@@ -236,8 +236,8 @@ def _launch(compiled: compiled_kernels.DeviceKernels, rows: Any) -> None:
     pieces: dict[tuple[int, int], list[compiled_kernels.AdamPiece]] = {}
     for row in rows.tolist():
         one = _native.UpdateArguments(*row)
-        if one.rule != _ADAM or one.state_format != _FP32:
-            raise AssertionError("the compiled kernel is that of Adam with fp32 states")
+        if one.rule != _ADAM or one.state_format != _FP32 or one.source_distance:
+            raise AssertionError("the compiled kernel is that of Adam with fp32 states, in place")
         if one.numel:
             scalars = compiled_kernels.scalars_of(
                 one.lr, one.beta1, one.beta2, one.eps, one.weight_decay, bool(one.decoupled), one.step, one.grad_factor
