@@ -111,8 +111,9 @@ class Updates:
 
     def launch(self, unit: Unit) -> Pending:
         """Hand the unit's update to the lane, once; settles when its new parameters are in place."""
-        assert unit.update is not None, "there is no update to launch"
-        return self._launch(unit, unit.update)
+        update = unit.update
+        assert update is not None, "there is no update to launch"
+        return update.job or self._launch(unit, update)
 
     def _launch(self, unit: Unit, update: UnitUpdate) -> Pending:
         if update.job is None:
@@ -143,7 +144,7 @@ class Updates:
         update = unit.update
         if update is None:
             return
-        job = self._launch(unit, update)
+        job = update.job or self._launch(unit, update)
         if job.done():
             self._take_over(unit, update, job)
         else:
