@@ -255,8 +255,8 @@ def exact_sum(arrays: Sequence[tuple[int, int]]) -> int | None:
     """The exact sum of arrays of doubles, each given as (address, count), in units of the smallest double, 2**-1074
     (`offload_exact_sum`). None: an element is infinite or NaN."""
     library, digits = loaded(), (ctypes.c_uint32 * _EXACT_SUM_DIGITS)()
-    addresses = (c_void_p * len(arrays))(*(address for address, _ in arrays))
-    counts = (c_int64 * len(arrays))(*(count for _, count in arrays))
+    addresses = (c_void_p * len(arrays))(*[address for address, _ in arrays])
+    counts = (c_int64 * len(arrays))(*[count for _, count in arrays])
     status = library.offload_exact_sum(addresses, counts, len(arrays), digits)
     if status == -errno.EDOM:
         return None
