@@ -253,7 +253,7 @@ def main() -> None:
     if not options.dry_run and "gpu" not in machine:
         raise SystemExit("torch finds no CUDA device here: this report needs one (or --dry-run)")
     report: dict[str, Any] = {"dry_run": options.dry_run, "finished": False, "machine": machine, "rates": None, "cells": []}
-    report["drawn_rows"] = drawn_rows
+    report["drawn_rows"], report["micro_batches"] = drawn_rows, micro_batches
     report["models"] = {name: describe(shape) for name, shape in SHAPES.items()}
     for said in Child({"kind": "rates", "tiny": options.dry_run}, environment).said(min(60.0, deadline - time.monotonic())):
         report.update({"rates_status": said["status"]} if "status" in said else said)

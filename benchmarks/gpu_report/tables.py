@@ -26,10 +26,6 @@ def _drive(rates: dict[str, Any]) -> str:
     return f"; drive {rates['nvme']['read'] / 1e9:.1f} GB/s read, {rates['nvme']['write'] / 1e9:.1f} written"
 
 
-def _best(cell: dict[str, Any]) -> dict[str, Any] | None:
-    return max(cell["batches"], key=lambda batch: batch["tokens_per_second"], default=None)
-
-
 def gpu_machine_line(report: dict[str, Any]) -> str:
     machine, rates = report["machine"], report["rates"]
     links = rates["links"]
@@ -46,7 +42,7 @@ def gpu_machine_line(report: dict[str, Any]) -> str:
 
 
 def gpu(report: dict[str, Any]) -> str:
-    """Each cell at its best micro-batch; the traces of ours."""
+    """Each cell at every micro-batch that it reached; the traces of ours. Cells that the time did not reach are counted."""
     introduction = "Llama-shaped, bf16 with fp32 masters, AdamW, clip 1.0, sequence 2048, activation checkpointing. "
     drawn_rows = report.get("drawn_rows")
     introduction += (
@@ -55,24 +51,28 @@ def gpu(report: dict[str, Any]) -> str:
         if drawn_rows
         else "All initial values are drawn. "
     )
+    reached = [cell for cell in report["cells"] if not cell["status"].startswith("not reached")]
+    tried = ", ".join(map(str, report["micro_batches"]))
+    introduction += f"Micro-batches of {tried} rows were tried, in this order. "
+    if missing := len(report["cells"]) - len(reached):
+        introduction += f"The time that was given did not reach {missing} other cells. "
     columns = (
         "| model | memory | how | micro-batch | tokens/s | TFLOP/s (6N) | % of floor (bound by) | device peak | host peak "
         "| cores busy | start, s | ended |"
     )
     rows = []
-    for cell in sorted(report["cells"], key=lambda cell: (cell["model"], -(cell["limit_gib"] or 1e9), cell["contender"])):
-        batch = _best(cell)
+    for cell in sorted(reached, key=lambda cell: (cell["model"], -(cell["limit_gib"] or 1e9), cell["contender"])):
         note = f" ({cell['note']})" if cell.get("note") else ""
         head = f"| {cell['model']} | {_limit(cell)} | {cell['contender']}{note} |"
-        if batch is None:
+        if not cell["batches"]:
             rows.append(f"{head} {cell['status']} | | | | | | | | |")
-            continue
-        rows.append(
+        rows += [
             f"{head} {batch['micro_batch']} | {batch['tokens_per_second']:.0f} | {batch['model_tflops']:.1f} | "
             f"{100 * batch['share_of_floor']:.0f} ({batch['bound_by']}) | {gib(batch['peak_device_nbytes'])} | "
             f"{gib(batch['peak_host_nbytes'])}{_planned(report, cell)} | {100 * batch['host_share']:.0f} % | "
             f"{cell['initialize_seconds']:.0f} | {cell['status']} |"
-        )
+            for batch in cell["batches"]
+        ]
     traced = [cell for cell in report["cells"] if "trace" in cell]
     links = []
     for cell in traced:
@@ -81,11 +81,15 @@ def gpu(report: dict[str, Any]) -> str:
             shares = [f"{link[key]:.0f} %" if link[key] is not None else "-" for key in ("overlap_percent", "duplex_percent")]
             rate = f"{link['bytes_per_second'] / 1e9:.1f}" if link["bytes_per_second"] else "-"
             moved = f"{link['nbytes'] / numel:.2f}"
-            links.append(f"| {cell['model']}, {_limit(cell)} | {name} | {moved} | {rate} | {shares[0]} | {shares[1]} |")
+            traced_is = f"{cell['contender']}, {cell['model']}, {_limit(cell)}"
+            links.append(f"| {traced_is} | {name} | {moved} | {rate} | {shares[0]} | {shares[1]} |")
     trained = introduction + gpu_machine_line(report) + "\n\n" + table(columns, rows)
     if not traced:
         return trained
-    columns = "| trace of | link | bytes per parameter and step | GB/s | beside compute | beside the other direction |"
+    columns = (
+        "| trace of, at the first of these batches | link | bytes per parameter and step | GB/s | beside compute "
+        "| beside the other direction |"
+    )
     return trained + "\n" + table(columns, links)
 
 

@@ -143,7 +143,7 @@ def test_tables_and_plots_are_made_of_a_report(module: Any, report: dict[str, An
             batch["peak_device_nbytes"] = 2**30
     table = tables.gpu(measured)
     assert "| tiny | 8 GiB | offload | " in table and "97 % of bare" in table and "not installed" in table
-    assert "| tiny, 8 GiB | h2d | 0.00 |" in table and "with split states); drive " in table
+    assert "| offload, tiny, 8 GiB | h2d | 0.00 |" in table and "with split states); drive " in table
     plots = tables.gpu_plots(measured)
     assert set(plots) == {"gpu-tiny-rate.svg", "gpu-tiny-loss.svg"} and all("<polyline" in svg for svg in plots.values())
 
@@ -315,6 +315,6 @@ def test_few_rows_are_drawn_and_the_others_repeat_them(module: Any) -> None:
     machine = {"gpu": "x", "gpu_memory_nbytes": 1, "cores": 1, "cpu": "x", "memory_nbytes": 1, "torch": "x", "cuda": "x"}
     links = {"h2d": 1, "d2h": 1, "both": 1, "share_of_bare": {"h2d": 1, "d2h": 1, "both": 1}}
     rates = {"links": links, "matrix_flops": 1, "cpu_adam_numel": {"fp32": 1, "split": 1}, "nvme": None}
-    found = {"machine": machine, "rates": rates, "cells": [], "models": {}}
+    found = {"machine": machine, "rates": rates, "cells": [], "models": {}, "micro_batches": [1, 2]}
     assert "16 rows of initial values are drawn and the others repeat" in tables.gpu(found | {"drawn_rows": 16})
     assert "All initial values are drawn" in tables.gpu(found | {"drawn_rows": None})
