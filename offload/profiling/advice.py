@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.device.recording import COLLECTIVES, D2H, H2D
+from offload.planning.purposes import OPTIMIZER_STATES, ROOM_TO_UNDO
 from offload.profiling.attribution import ADAM, DRIVE, HOST, OUTSIDE, Attribution, Share
 from offload.profiling.trace_events import Trace
 
@@ -116,14 +117,20 @@ class Adviser:
                 )
 
     def _earlier_updates(self, name: str) -> Iterator[Advice]:
-        if self._settings["update"] != "step":
-            return
         idle = self._seconds(self._share(name).idle_backward_ns)
-        yield Advice(
-            'update="backward"',
-            f"{name} does nothing in {_time(idle)} of backward, and forward waits {_time(self._updates_exposed)} for updates",
-            min(idle, self._updates_exposed, self._exposed(name)),
-        )
+        why = f"{name} does nothing in {_time(idle)} of backward, and forward waits {_time(self._updates_exposed)} for updates"
+        room = self._missing_room(name)
+        if self._settings["update"] != "step" and not room:
+            return
+        if room:
+            why += f"; to undo them takes up to {_size(room)} more of host memory, or a cpu_memory of so much more"
+        yield Advice('update="backward"', why, min(idle, self._updates_exposed, self._exposed(name)))
+
+    def _missing_room(self, name: str) -> int:
+        """Bytes of host memory without which updates of what lies there begin at the step, beside a device; 0: none are."""
+        states = self._planned("cpu", OPTIMIZER_STATES.furthest, OPTIMIZER_STATES.kept)
+        has_room = self._trace.facts["unified"] or self._planned("cpu", ROOM_TO_UNDO) > 0
+        return states if name == ADAM and self._settings["update"] != "backward" and not has_room else 0
 
     # ---- what else -----------------------------------------------------------------------------------------------
 

@@ -136,6 +136,28 @@ def test_advice_follows_from_the_numbers() -> None:
     assert saved == sorted(saved, reverse=True)
 
 
+def test_updates_in_host_memory_wait_for_room_to_undo_them() -> None:
+    """Of 4 s of CPU Adam that forward waits for, 3 s are those of a backward in which it does nothing."""
+
+    def advised(*planned: tuple[str, int], **settings: Any) -> list[str]:
+        events = (
+            *wait("update", "a", 0, 4, (UPDATES,)), op(UPDATES, "work", "update", "a", 0, 4),
+            op(UPDATES, "work", "adam", "a", 0, 4), *use("forward", "a", 4, 7), *use("backward", "a", 7, 10),
+        )  # fmt: skip
+        lines = [{"tier": "cpu", "purpose": purpose, "nbytes": nbytes} for purpose, nbytes in planned]
+        facts = {"settings": FACTS["settings"] | settings, "planned": lines}
+        found = [one for one in explain(trace_of(*events, **facts)).advice if one.change == 'update="backward"']
+        assert all(one.saves_seconds == pytest.approx(3) for one in found)
+        return [one.why for one in found]
+
+    states = ("optimizer states", 3 << 30)
+    (why,) = advised(states, update="auto")
+    assert "3.0 GiB more of host memory" in why
+    assert not advised(states, ("room to undo updates", 1 << 30), update="auto")
+    assert not advised(states, update="backward")
+    assert "host memory" not in advised(("parameters", 3 << 30))[0] and advised(states)
+
+
 def test_advice_names_nothing_that_is_so_already() -> None:
     settings = {"nvme": ["/mnt/a", "/mnt/b"], "state_format": "8bit", "update": "backward", "prefetch": 1}
     changes = [one.change for one in explain(bound_by_the_drive(settings=settings)).advice]
