@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a long piece of work is, said in the log now and then: whoever shows progress listens there."""
+"""How far a long piece of work is, said in the log now and then: whoever shows progress listens there. And what is said in the
+handler of a signal."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 
 EVERY_NBYTES = 256 << 20
 """A tenth of a second of a fast drive: less is over before it is read."""
@@ -24,3 +27,10 @@ class Progress:
         if self._nbytes - self._said_nbytes >= self._every_nbytes:
             self._said_nbytes = self._nbytes
             self._log.info(self._what, self._nbytes / 2**30, self._total_nbytes / 2**30)
+
+
+def say_in_handler(line: bytes) -> None:
+    """On standard error, from a signal's handler: print is not safe there, which it may have interrupted. An error would come
+    out of whatever the signal interrupted, so where nobody reads any more nothing is said."""
+    with contextlib.suppress(OSError):
+        os.write(2, line)

@@ -14,6 +14,7 @@ import threading
 from types import FrameType
 
 from offload.errors import UsageError
+from offload.progress import say_in_handler
 
 
 class Preemption:
@@ -49,7 +50,7 @@ class Preemption:
         if isinstance(earlier, Preemption) and not earlier._closed:  # another engine's, which is asked as well
             earlier._arrived(number, frame)
         else:
-            os.write(2, b"offload: SIGTERM: saving after this step, then exiting\n")  # print is not safe in a handler
+            say_in_handler(b"offload: SIGTERM: saving after this step, then exiting\n")
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Do what would have been done. Whoever has set a handler since, and calls this one from it, goes on calling it."""

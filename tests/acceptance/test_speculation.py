@@ -289,6 +289,24 @@ def test_what_comes_between_backward_and_step(opened: Any, speculating: None, se
     assert begun >= STEPS and undone == (0 if between in KEPT else STEPS // 2)
 
 
+def test_a_gradient_that_is_dropped_is_not_taken_out_of_an_updates_hands(opened: Any, speculating: None) -> None:
+    """torch's clipping asks which gradients there are before their norm, by which the update is undone."""
+    model = stack(2 * WIDTH, 4)
+    engine = opened(model, adamw(model), ON_CPU_DEVICE, max_grad_norm=NEVER)
+    x, y = next(iter(vector_batches(1, 2 * WIDTH)))
+    F.mse_loss(model(x), y).backward()
+    weight = model.blocks[1].down.weight
+    weight.grad = None
+    gradients = parts_of(engine).gradients
+    held = [chunk for unit in units_of(engine) for chunk in unit.trained_chunks if next(iter(chunk.infos)).parameter is weight]
+    assert gradients is not None and held and all(chunk.gradient is not None and chunk.gradient.held for chunk in held)
+    assert "blocks.1.down.weight" not in [info.fqn for info in gradients.live_parameters()]
+    assert all(chunk.gradient is not None and chunk.gradient.live for chunk in held)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert not any(chunk.gradient is not None and chunk.gradient.held for chunk in held) and counts(engine) == (1, 1)
+    engine.step()
+
+
 def test_what_was_read_ahead_for_an_undone_update_is_read_again(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The values that it would have updated are written before the step."""
     small(monkeypatch, chunk_numel=4096, quiet_steps=0)

@@ -122,6 +122,31 @@ def test_leftovers_are_removed_and_an_aside_is_taken_back(saves: Path, opened: A
     assert set(os.listdir(saves)) == left - {f".offload-new-{token}"}
 
 
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO])
+def test_an_aside_that_cannot_have_its_name_hides_no_other(
+    saves: Path, opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    """On a mount that is read-only, say. Another failure is one."""
+    engine = opened((model := stack(blocks=1)), adamw(model), ON_CPU)
+    for n in (1, 2):
+        engine.save_checkpoint(saves / f"step-{n}", client_state={"n": n})
+    aside = saves / ".offload-aside-0123456789abcdef-step-2"
+    os.rename(saves / "step-2", aside)
+
+    def rename(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        if code == errno.EIO:
+            with pytest.raises(offload.StorageError):
+                engine.resume_or_start(saves)
+            return
+        assert engine.resume_or_start(saves) == {"n": 1}
+    assert str(aside) in caplog.text
+    assert engine.resume_or_start(saves) == {"n": 2}
+
+
 def test_an_aside_of_a_living_save_is_not_taken_back(saves: Path) -> None:
     aside = saves / ".offload-aside-0123456789abcdef-saved"
     aside.mkdir()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -112,6 +113,23 @@ def test_asked_for_in_the_middle_of_a_step(opened: Any, tmp_path: Path) -> None:
     again = opened((model := stack()), adamw(model), ON_CPU)
     assert again.resume_or_start(tmp_path / "saves") == {"n": 2}
     assert_same_bits(again.state_dict(), expected)
+
+
+def test_nobody_reads_what_the_handler_says(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the signal ended what standard error goes to: the save is made all the same."""
+
+    def write(*_: object) -> int:
+        raise BrokenPipeError(errno.EPIPE, "nobody reads")
+
+    engine = opened((model := stack()), adamw(model), ON_CPU)
+    engine.resume_or_start(tmp_path / "saves", catch_sigterm=True)
+    one_step(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        engine.exit_if_terminated()
+    assert os.listdir(tmp_path / "saves") == ["step-1"]
 
 
 def test_it_is_the_newest_whatever_the_loop_numbers_by(opened: Any, tmp_path: Path) -> None:

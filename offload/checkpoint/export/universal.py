@@ -64,7 +64,7 @@ def export_universal(source: Path, target: Path) -> int:
         for name in _MODEL_FILES:
             _save(states, folder.path / name)
         folder.commit()
-        return len(manifest.parameters)
+        return sum(not manifest.leaves_out(parameter) for parameter in manifest.parameters)
 
 
 def _require_adam(manifest: Manifest, source: Path) -> None:

@@ -61,6 +61,13 @@ def take_back(parent: Path) -> None:
             if lock_folder(fileno) is not Lock.HELD and not os.path.lexists(parent / match[1]):
                 os.rename(parent / name, parent / match[1])
                 sync(parent)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            _log.warning(
+                "%s is %s, put aside when a save was killed, and cannot be given its name (%s): it is passed over",
+                parent / name, match[1], error.strerror,
+            )  # fmt: skip
         finally:
             os.close(fileno)
 

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from offload.progress import say_in_handler
 
 _STEP_ENDS = b"\noffload: ending after this step; once more to end at once\n"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -53,4 +54,4 @@ class Interruption:
         first, self.requested = not self.requested, True
         if not (self._deferring and first):
             raise KeyboardInterrupt
-        os.write(2, _STEP_ENDS)  # print is not safe in a handler that may have interrupted one
+        say_in_handler(_STEP_ENDS)

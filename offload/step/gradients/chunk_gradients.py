@@ -113,7 +113,9 @@ class ChunkGradients:
             return False
         if isinstance(info.parameter.grad, TakenGradient):
             return True
-        self.drop(info)
+        # One that an early update has is dropped when that is undone (`Speculation.undo_if_changed`), not under its hands.
+        if not any(gradient_of(chunk).held for chunk, _ in info.pieces):
+            self.drop(info)
         return False
 
     def live_parameters(self) -> list[ParameterInfo]:
