@@ -14,25 +14,18 @@ from offload.device.accelerator import Accelerator
 from offload.device.arithmetic.records import RecordFormat
 from offload.device.arithmetic.segment import StateFormat
 from offload.device.rates import Rates
-from offload.layout import EXTENT_ALIGN, round_up
 from offload.planning import purposes
 from offload.planning.budget import MemoryLine, MemoryPlan, Tier
 from offload.planning.free_memory import FreeMemory
 from offload.planning.link_seconds import Cost
 from offload.planning.purposes import StateNames
+from offload.planning.room_to_undo import undo_nbytes_of, undoable_units
 from offload.planning.route import Memory, Route, alike, routes_of, with_undo
 from offload.planning.route_bytes import held, passed_through
 from offload.planning.schedule import apart_nbytes, expected_nbytes, worthwhile_nbytes
 from offload.planning.sizes import Footprint, UnitSizes, buffers_for_a_sum, least_gradient_buffers
 from offload.planning.tier_choice import NOTHING_NEAR, Choice, Kept
 from offload.planning.use_trace import Expected
-
-_HOST_RESERVE = 0.1
-"""Of free host memory, what is left where no budget says how much may be taken."""
-_DRIVE_RESERVE = 0.02
-"""Of what is free on the drives, what is left to others by what may be there and need not."""
-_CHECKPOINTS = 2
-"""Room for which update="auto" leaves on the drives: the last one stays until the next is whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +252,9 @@ def place(problem: Problem, choice: Choice) -> Placement:
     undoable: list[UnitSizes] = []
     if problem.speculates(choice.states):
         through = [MemoryLine(tier, purpose, count * nbytes) for (tier, purpose), (count, nbytes) in buffers.items()]
-        undoable = _undoable(problem, routes, MemoryPlan((*lines, *sums, *through)), in_memory=choice.undoes_in_memory)
+        undoable = undoable_units(problem, routes, MemoryPlan((*lines, *sums, *through)), in_memory=choice.undoes_in_memory)
         routes = with_undo(routes, {unit.index: any(unit.records(routes[unit.index].crosses).read) for unit in undoable})
-    undo_nbytes = sum((_undo_nbytes(unit, routes[unit.index]) for unit in undoable), Counter[Tier]())
+    undo_nbytes = sum((undo_nbytes_of(unit, routes[unit.index]) for unit in undoable), Counter[Tier]())
     lines.extend(MemoryLine(tier, purposes.ROOM_TO_UNDO, count) for tier, count in undo_nbytes.items())
     lines.extend(MemoryLine(tier, purpose, count * nbytes) for (tier, purpose), (count, nbytes) in buffers.items())
     transit = 0
@@ -354,73 +347,3 @@ def _transit_buffer_count(problem: Problem, leaving: Sequence[UnitSizes], other_
         return max(least, wanted)
     affordable = (budget - other_nbytes) // max(problem.footprint.parameter_buffer, 1)
     return max(least, min(wanted, affordable))
-
-
-# ---- room to undo ----------------------------------------------------------------------------------------------------
-
-
-def _undoable(problem: Problem, routes: Sequence[Route], others: MemoryPlan, *, in_memory: bool = True) -> list[UnitSizes]:
-    """Units of which an update overwrites nothing that could not be had again, as many as there is room for besides what must
-    be there; of the last first, which backward reaches first."""
-    left = _room_to_undo(problem, others)
-    found: list[UnitSizes] = []
-    sizes: dict[tuple[int, int], Counter[Tier] | None] = {}
-    """By kind and route; None of those that cannot be undone."""
-    footprint = problem.footprint
-    for unit, kind, route in zip(reversed(footprint.units), reversed(footprint.kinds), reversed(routes), strict=True):
-        told = kind, id(route)
-        if told not in sizes:
-            sizes[told] = _undo_nbytes(unit, route) if _can_undo(unit, route) else None
-        nbytes = sizes[told]
-        if nbytes is None or unit.index in problem.expected.late_units:
-            continue
-        if all(count <= left[tier] and (in_memory or tier != "cpu") for tier, count in nbytes.items()):
-            found.append(unit)
-            left.subtract(nbytes)
-    return found
-
-
-def _room_to_undo(problem: Problem, others: MemoryPlan) -> Counter[Tier]:
-    """On the drives, of which "auto" leaves some for checkpoints. In host memory what a budget leaves; without one "auto" takes
-    nothing for it, and "backward" what is free, less a tenth."""
-    is_auto, budget = problem.config.update == "auto", problem.budget("cpu")
-    drive = int(problem.free.drive_nbytes * (1 - _DRIVE_RESERVE)) - others.total_nbytes("nvme")
-    if is_auto:
-        drive -= _CHECKPOINTS * sum(unit.home + unit.beside.nbytes for unit in problem.footprint.units)
-    if budget is None:
-        free = min((limit.free_nbytes for limit in problem.free.host), default=0)
-        budget = 0 if is_auto else int(free * (1 - _HOST_RESERVE))
-    return Counter[Tier]({"nvme": drive, "cpu": budget - others.total_nbytes("cpu")})
-
-
-def _can_undo(unit: UnitSizes, route: Route) -> bool:
-    """Whether all that an update of the unit writes can have a second place, or is parameters that the record's masters tell.
-    Where the device is the CPU, which has nothing to spare under backward, what lies in memory is updated at the step."""
-    reads = any(unit.records(route.crosses).read)
-    if route.update_in is Memory.HOST and route.model_in is Memory.DEVICE:
-        return bool(unit.trained) and not (reads and route.parameters == "device")
-    records = route.records == "nvme" and not route.kept_records
-    parameters = route.parameters == "nvme" and not route.kept_parameters
-    return bool(unit.trained) and records and (parameters or not reads)
-
-
-def _undo_nbytes(unit: UnitSizes, route: Route) -> Counter[Tier]:
-    """What a second place for all that an update of the unit writes to stores takes."""
-    records = unit.records(route.crosses)
-    kept = sum(records.chunks[: route.kept_records])
-    found = Counter[Tier]({"cpu": kept})
-    found[route.records] += records.nbytes - kept
-    whole = _aligned_nbytes(unit.trained, unit.trained_positions, 0)
-    on_drive = 0
-    if route.parameters == "nvme":
-        on_drive = _aligned_nbytes(unit.trained, unit.trained_positions, route.kept_parameters)
-        found["nvme"] += on_drive
-    if any(records.read):
-        found["cpu"] += whole - on_drive
-    return +found
-
-
-@lru_cache
-def _aligned_nbytes(chunks: tuple[int, ...], positions: tuple[int, ...], first: int) -> int:
-    """Of those chunks whose position is not below `first`, each in an extent of its own."""
-    return sum(round_up(nbytes, EXTENT_ALIGN) for nbytes, position in zip(chunks, positions, strict=True) if position >= first)
