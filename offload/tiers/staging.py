@@ -89,18 +89,19 @@ class Lease:
         self.purpose, self.width = purpose, len(buffers)
         self._pool = pool
         self._buffers: _Group | None = buffers
-        self._tensor = tensor
+        self._tensor: Tensor | None = tensor
 
     @property
     def tensor(self) -> Tensor:
         """The buffer: uint8 [width x nbytes as reserved], 4 KiB aligned, content undefined at first."""
-        if self._buffers is None:
+        if self._tensor is None:
             raise AssertionError(f"a staging buffer for {self.purpose!r} was used after its release")
         return self._tensor
 
     def release(self, after: Pending | None = None) -> None:
         """Give the buffer back. `after`: the last operation on it; until that completed nobody else gets the buffer."""
         buffers, self._buffers = self._buffers, None
+        self._tensor = None  # else whoever still has the lease keeps all of the pool's memory
         if buffers is None:
             raise AssertionError(f"a staging buffer for {self.purpose!r} was released twice")
         for buffer in buffers:

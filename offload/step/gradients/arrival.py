@@ -103,9 +103,13 @@ class GradientArrival:
         return chunk.route.model_in is Memory.HOST and chunk.route.gradients_in is Memory.HOST
 
     def close(self) -> None:
-        """Stop the lane."""
+        """Stop the lane, and let go of all gradients."""
         self._lane.close()
         self.buffers.close()
+        for state in map(gradient_of, self._chunks):
+            state.buffer = state.lease = state.transfer = None
+            state.adopted.clear()
+            state.jobs.clear()
         for one in (self._squares_on_device, self._transit, self.sums_on_device):
             if one is not None:
                 one.close()

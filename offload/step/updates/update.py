@@ -214,6 +214,7 @@ class Updates:
             lane.close()
         for values in self._value_accesses.values():
             values.close()
+        self._joined_chunks, self._joined = (), None  # it keeps the memory
         self._arithmetic.close()
 
     # ---- on the lane ---------------------------------------------------------------------------------------------

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that is closed gives its host memory back, whoever still has it, but for parameters that are the model's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+
+from tests.inside import parts_of
+
+from .models import ON_CPU_IN_BACKWARD, ON_CPU_IN_PLACE, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw, stack, vector_batches
+from .speculating import at_once, one_step
+
+ON_DEVICE = Setup("device", "device", "deferred")
+IN_STEPS = (ON_CPU_IN_PLACE, ON_CPU_IN_BACKWARD, ON_DEVICE, ON_NVME, ON_NVME_IN_PLACE)
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["between steps", "within a step"])
+@pytest.mark.parametrize("setup", IN_STEPS, ids=lambda setup: setup.name)
+def test_closed_and_not_let_go(opened: Any, monkeypatch: pytest.MonkeyPatch, setup: Setup, goes_on: bool) -> None:
+    at_once(monkeypatch)
+    model = stack()
+    engine = opened(model, adamw(model), setup)
+    batches = vector_batches(4)
+    for x, y in batches:
+        one_step(engine, x, y)
+    if goes_on:
+        F.mse_loss(model(batches[0][0]), batches[0][1]).backward()
+    ledger = parts_of(engine).ledger
+    assert ledger.total_nbytes > 0
+    engine.close()
+    kept = {"parameters"} if setup is ON_CPU_IN_PLACE else set[str]()
+    assert ledger.by_purpose.keys() == kept
