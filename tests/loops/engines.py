@@ -353,7 +353,7 @@ class DrawnPlayer(EnginePlayer):
             self.facts = before
             zeroed = refusal.drops_gradients or self.dropped  # a closure drops them before its forward
             if zeroed:
-                self.do_zero_grad()
+                self.drop_all_gradients()
             refused = {"is": "refused", "class": type(error).__name__, "why": refusal.why}
             return refused | {"zeroed": zeroed, "forwards": list(self.forwards)}
         return {"is": "wrong", "says": "".join(traceback.format_exception(error))}

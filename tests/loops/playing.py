@@ -332,6 +332,14 @@ class Player(ABC):
             self.facts.taken = False
         return {}
 
+    def drop_all_gradients(self) -> None:
+        """Those of what is in no group too, which a backward that was refused afterwards may have left on one side alone."""
+        self.do_zero_grad()
+        held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+        for parameter in self.model.parameters():
+            if id(parameter) not in held:
+                parameter.grad = None
+
     def do_train(self, batch: int, micro: int = 1) -> Any:
         """One step of an ordinary loop."""
         seen = []
@@ -553,7 +561,7 @@ class Player(ABC):
             for block, batch in outcome["forwards"]:  # they drew random numbers and changed running statistics
                 self._losses(batch) if block < 0 else self._losses_of_block(block, batch)
             if outcome["zeroed"]:
-                self.do_zero_grad()
+                self.drop_all_gradients()
             return {"is": "refused"}
         if went in ("gone", "back"):
             return self._goes(operation, outcome)

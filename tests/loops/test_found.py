@@ -11,6 +11,17 @@ from .judging import Stage
 from .programs import Model, Program, Setup, op
 
 FOUND = {
+    "a step that is refused leaves gradients of what is in no group: the search's own account of that": Program(
+        Model(width=3, blocks=("half", "lora")),
+        (Setup(accelerator="deferred"),),
+        (
+            op("closure", batch=1),
+            op("freeze_one", parameter=10, frozen=False),
+            op("train", batch=4),
+            op("add_group"),
+            op("train", batch=1),
+        ),
+    ),
     "units of a backward that an exception cut short had the room of what came next": Program(
         Model(width=3, blocks=("attention",), dtype="bf16"),
         (Setup("cpu", accelerator="deferred", prefetch=0, on_device=1.0),),
