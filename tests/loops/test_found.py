@@ -11,6 +11,11 @@ from .judging import Stage
 from .programs import Model, Program, Setup, op
 
 FOUND = {
+    "what a backward that was cut short left was taken over in inference mode, and nothing added to it": Program(
+        Model(width=3),
+        (Setup(states="cpu", accelerator="deferred", prefetch=0),),
+        (op("backward", fails_at=0, error="Boom"), op("evaluate", batch=0, inference=True), op("train", batch=0)),
+    ),
     "a step that is refused leaves gradients of what is in no group: the search's own account of that": Program(
         Model(width=3, blocks=("half", "lora")),
         (Setup(accelerator="deferred"),),

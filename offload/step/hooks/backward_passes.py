@@ -169,7 +169,8 @@ class BackwardPasses:
     def forward_begins(self) -> None:
         """A new outermost forward: nothing of an earlier backward that was cut short is still going on."""
         if self._graph_tasks and not self._waits_until_the_end:
-            self._events.waiting_arrived()  # before another backward's come to them
+            with torch.inference_mode(False):  # in which forward may be: nothing made there can be added to
+                self._events.waiting_arrived()  # before another backward's come to them
         self._reached = None
         self._open.clear()
         self._graph_tasks.clear()
