@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 
-from tests.inside import parts_of
+from offload.device.deferred import DeferredAccelerator
+from offload.tiers.staging import StagingPool
+from tests.inside import accelerator_of, parts_of
 
 from .models import ON_CPU_IN_BACKWARD, ON_CPU_IN_PLACE, ON_NVME, ON_NVME_IN_PLACE, Setup, adamw, stack, vector_batches
 from .speculating import at_once, one_step
@@ -33,3 +35,23 @@ def test_closed_and_not_let_go(opened: Any, monkeypatch: pytest.MonkeyPatch, set
     engine.close()
     kept = {"parameters"} if setup is ON_CPU_IN_PLACE else set[str]()
     assert ledger.by_purpose.keys() == kept
+
+
+def test_what_is_on_its_way_there_arrives_before(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device writes to addresses, whoever has them by then."""
+    model = stack()
+    engine = opened(model, adamw(model), ON_NVME, update="step")
+    (x, y) = vector_batches(1)[0]
+    F.mse_loss(model(x), y).backward()
+    device, close = accelerator_of(engine), StagingPool.close
+    assert isinstance(device, DeferredAccelerator)
+    assert device._drain._queue, "all gradients had arrived"
+    left = []
+
+    def noted(pool: StagingPool) -> None:
+        left.append(len(device._drain._queue))
+        close(pool)
+
+    monkeypatch.setattr(StagingPool, "close", noted)
+    engine.close()
+    assert left == [0]

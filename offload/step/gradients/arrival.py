@@ -13,7 +13,7 @@ adopted, until its update, or until a second micro-batch adds to it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import repeat
 from operator import is_not
 
@@ -107,6 +107,9 @@ class GradientArrival:
         self._lane.close()
         self.buffers.close()
         for state in map(gradient_of, self._chunks):
+            for pending in filter(None, (*state.jobs, state.transfer)):  # they write there
+                with suppress(Exception):
+                    pending.wait()
             state.buffer = state.lease = state.transfer = None
             state.adopted.clear()
             state.jobs.clear()
