@@ -88,10 +88,10 @@ typedef struct offload_update_segment {
     uint8_t* exp_avg_sq_scale;
     void* values;
     int64_t numel;
-    int64_t first_index; /* of the parameter's element that comes first, 8BIT: a multiple of OFFLOAD_SCALE_GROUP */
+    int64_t first_index;     /* of the parameter's element that comes first, 8BIT: a multiple of OFFLOAD_SCALE_GROUP */
     int64_t source_distance; /* bytes from where states are written to where they are read, 0: in place. Of the moments, and of
                                 master where `values` is given: else it is the parameter itself, which is updated in place */
-    int64_t step;        /* of this update, counted from 1 */
+    int64_t step;            /* of this update, counted from 1 */
     uint64_t rounding_seed;
     double lr;
     double beta1; /* SGD: momentum */
