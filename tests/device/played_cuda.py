@@ -46,6 +46,7 @@ Clock = dict[Any, int]
 _GRANULE_NBYTES = 64
 _REGION_GRANULES = 4096
 _ACTORS_MOST = 24
+_NO_STREAM = -1
 _lock_type, _rlock_type = threading.Lock, threading.RLock
 
 
@@ -59,10 +60,10 @@ class _Region:
     def __init__(self) -> None:
         self.times = {kind: np.zeros((_ACTORS_MOST, _REGION_GRANULES), np.int32) for kind in ("read", "write")}
         self.operations = {kind: np.zeros((_ACTORS_MOST, _REGION_GRANULES), np.int32) for kind in ("read", "write")}
-        self.owners = np.full(_REGION_GRANULES, -1, np.int32)
+        self.owners = np.full(_REGION_GRANULES, _NO_STREAM, np.int32)
         """The stream on which the memory was allocated."""
 
-    def allocated(self, part: slice, owner: int) -> None:
+    def allocated(self, part: slice, owner: int = _NO_STREAM) -> None:
         """CUDA's allocator gives memory of one stream to no other: what another's had at this address was other memory."""
         others = np.flatnonzero(self.owners[part] != owner) + part.start
         for kind in ("read", "write"):
@@ -161,24 +162,34 @@ class Detector:
             for tensor in writes:
                 self._access(actor, "write", tensor, is_made=any(tensor is one for one in made))
 
+    def made_by_python(self, tensor: torch.Tensor) -> None:
+        """Values out of Python, which are host memory; a device's tensor may have had the address."""
+        with self._guard:
+            for region, part in self._parts(tensor):
+                region.allocated(part)
+
     def _access(self, actor: Any, kind: str, tensor: torch.Tensor, *, is_made: bool = False) -> None:
+        own = self._actors.setdefault(actor, len(self._actors))
+        for region, part in self._parts(tensor):
+            if is_made:
+                region.allocated(part, own)
+            self._check(actor, region, "write", part)
+            if kind == "write":
+                self._check(actor, region, "read", part)
+            region.times[kind][own, part] = self.clock(actor)[actor]
+            region.operations[kind][own, part] = len(self.operations) - 1
+
+    def _parts(self, tensor: torch.Tensor) -> Iterator[tuple[_Region, slice]]:
+        """Where its memory lies, in granules."""
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         first = tensor.data_ptr() // _GRANULE_NBYTES
         stop = (tensor.data_ptr() + extent * tensor.element_size() - 1) // _GRANULE_NBYTES + 1
-        own = self._actors.setdefault(actor, len(self._actors))
         while first < stop:
             number, low = divmod(first, _REGION_GRANULES)
             high = min(low + stop - first, _REGION_GRANULES)
             if number not in self._regions:
                 self._regions[number] = _Region()
-            region = self._regions[number]
-            if is_made:
-                region.allocated(slice(low, high), own)
-            self._check(actor, region, "write", slice(low, high))
-            if kind == "write":
-                self._check(actor, region, "read", slice(low, high))
-            region.times[kind][own, low:high] = self.clock(actor)[actor]
-            region.operations[kind][own, low:high] = len(self.operations) - 1
+            yield self._regions[number], slice(low, high)
             first += high - low
 
     def _check(self, actor: Any, region: _Region, kind: str, part: slice) -> None:
@@ -277,6 +288,9 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default:
+            for memory in _memories(result):
+                _detector.made_by_python(memory)
         schema = func._schema
         is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
         if not is_view:
