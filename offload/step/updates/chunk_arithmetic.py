@@ -4,7 +4,7 @@ else slot by slot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from offload.model.chunk import Chunk
 from offload.model.update import ChunkUpdate, PieceUpdate
 from offload.step.chunk_stores import RecordStore
 from offload.step.gradients.chunk_gradients import ChunkGradients
+
+Written = tuple[Chunk, Tensor, Tensor, Tensor | None]
+"""Of a chunk that is updated the record, the values, and the record whose states are read, where that is another."""
 
 
 class ChunkArithmetic:
@@ -58,7 +61,8 @@ class ChunkArithmetic:
                 self.update(one, record, own)
             return
         chunks, numbers = [one.chunk for one in updates], numbers_of(updates)
-        joined = self._joined_at(chunks, records, values, [one.source for one in updates])
+        sources = [one.source for one in updates]
+        joined = self._joined_at(list(zip(chunks, records, values, sources, strict=True)))
         whole = [self._gradients.opened_whole(chunk) for chunk in chunks]
         if any(gradient is None for gradient in whole):
             pieces = [piece for one in updates for piece in self._gradients.opened(one.chunk, one.only_pieces)]
@@ -66,21 +70,15 @@ class ChunkArithmetic:
         else:
             joined.update_chunks([gradient for gradient in whole if gradient is not None], numbers, updates[0].factor)
 
-    def _joined_at(
-        self,
-        chunks: Sequence[Chunk],
-        records: Sequence[Tensor],
-        values: Sequence[Tensor],
-        sources: Sequence[Tensor | None],
-    ) -> JoinedTable:
+    def _joined_at(self, written: Sequence[Written]) -> JoinedTable:
         places = [
             (record.data_ptr(), own.data_ptr(), source.data_ptr() if source is not None else 0)
-            for record, own, source in zip(records, values, sources, strict=True)
+            for _, record, own, source in written
         ]
-        first = chunks[0], places[0][0]
+        first = written[0][0], places[0][0]
         known, joined = self._joined.get(first, (None, None))
         if joined is None or known != places:
-            joined = self.joined(chunks, records, values, sources)
+            joined = self.joined(written)
             self._joined[first] = places, joined
         return joined
 
@@ -88,16 +86,9 @@ class ChunkArithmetic:
         """Let go of memory that is others'."""
         self._joined = {}
 
-    def joined(
-        self,
-        chunks: Sequence[Chunk],
-        records: Sequence[Tensor],
-        values: Sequence[Tensor],
-        sources: Sequence[Tensor | None],
-    ) -> JoinedTable:
+    def joined(self, written: Iterable[Written]) -> JoinedTable:
         """One table for all of these, which lie where they are for good."""
-        places = zip(chunks, records, values, sources, strict=True)
-        return JoinedTable([(self._table(chunk, own), record, own, source) for chunk, record, own, source in places])
+        return JoinedTable([(self._table(chunk, own), record, own, source) for chunk, record, own, source in written])
 
     def _table(self, chunk: Chunk, values: Tensor) -> StepTable:
         if chunk.step_table is None:

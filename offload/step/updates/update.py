@@ -290,7 +290,8 @@ class Updates:
                     self._run(unit)
                 return
             records = [self._access(one.chunk).begin(one) for one in updates]
-            self._joined = self._arithmetic.joined(chunks, records, values, [None] * len(chunks))
+            unread = [None] * len(chunks)  # each is updated where it lies
+            self._joined = self._arithmetic.joined(zip(chunks, records, values, unread, strict=True))
             self._joined_chunks = chunks
         assert self._joined is not None
         gradients = self._gradients.open_all(chunks)
