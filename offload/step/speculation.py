@@ -19,10 +19,9 @@ wherever anything would see that an update came too early (a forward before `ste
 rate that changed), all of it is undone, and everything goes on as if it never was.
 
 A unit is updated early only if there is a second place for its records, on NVMe or in host memory beside a device of its own,
-and its parameters lie on NVMe too or are rounded masters. Where the device is the CPU, what lies in memory is updated fast
-enough at `step`. Parameters that stay where the
-model computes may be read at any time, and a graph may keep what was read: a unit of which any were read waits for `step`
-(`Unit.was_read`).
+and for its parameters too, unless they are rounded masters. Where the device is the CPU, what lies in memory is updated fast
+enough at `step`. Parameters that stay where the model computes may be read at any time, and a graph may keep what was read: a
+unit of which any were read waits for `step` (`Unit.was_read`).
 """
 
 from __future__ import annotations
@@ -95,11 +94,12 @@ class Speculation:
         if unit.index in self._late or left < self._left_before.get(unit.index, 0) or not self._may_begin(unit):
             return
         assert self._gradients is not None and self._updates is not None and self._maker is not None
+        # Before they are counted: a hook of the user's may have taken one out of `p.grad`, which is dropped now.
+        live = [info for info in unit.parameters if info.trainable and self._gradients.is_live(info)]
         if not all(self._gradients.is_complete(chunk) for chunk in unit.trained_chunks):
             return
         if any(one.uses.held_count for one in self._units):
             return  # its values are lent
-        live = [info for info in unit.parameters if info.trainable and self._gradients.is_live(info)]
         if live and not self.begun_units:
             self.speculated_step_count += 1
         self._accelerator.copy_in_after_compute()  # the lane may bring what it needs as soon as it is enqueued

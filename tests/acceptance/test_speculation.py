@@ -307,6 +307,36 @@ def test_a_gradient_that_is_dropped_is_not_taken_out_of_an_updates_hands(opened:
     engine.step()
 
 
+@pytest.mark.parametrize(("parameters", "records"), [("cpu", "cpu"), ("device", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")])
+def test_a_hook_takes_a_gradient_out_under_backward(
+    opened: Any, speculating: None, monkeypatch: pytest.MonkeyPatch, parameters: str, records: str
+) -> None:
+    """After it was taken over, and before its unit's update begins: that has no gradient of it any more, and waits."""
+    small(monkeypatch, gradients_together_nbytes=0)  # each is taken over as soon as it is there
+
+    def loop(run: Run) -> list[float]:
+        losses = []
+        for step, (x, y) in enumerate(vector_batches(STEPS, WIDTH)):
+            hook = run.model.blocks[1].down.weight.register_post_accumulate_grad_hook(
+                lambda parameter, step=step: setattr(parameter, "grad", None) if step % 2 else None
+            )
+            loss = F.mse_loss(run.model(x), y)
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            hook.remove()
+            losses.append(loss.item())
+        return losses
+
+    results = []
+    for where in (IN_MEMORY, Setup(parameters, records, "deferred", "backward")):
+        model = stack(WIDTH, 4)
+        engine = opened(model, two_groups(model), where, max_grad_norm=NEVER)
+        results.append(run_engine(engine, loop))
+    assert_same_bits(results[1], results[0])
+    assert counts(engine) == (STEPS, 0)
+
+
 def test_what_was_read_ahead_for_an_undone_update_is_read_again(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The values that it would have updated are written before the step."""
     small(monkeypatch, chunk_numel=4096, quiet_steps=0)
