@@ -9,6 +9,7 @@ import pytest
 import torch.nn.functional as F
 
 from offload.device.deferred import DeferredAccelerator
+from offload.step.gradients.transit import GradientTransit
 from offload.tiers.staging import StagingPool
 from tests.inside import accelerator_of, parts_of
 
@@ -55,3 +56,24 @@ def test_what_is_on_its_way_there_arrives_before(opened: Any, monkeypatch: pytes
     monkeypatch.setattr(StagingPool, "close", noted)
     engine.close()
     assert left == [0]
+
+
+def test_an_interrupt_of_the_close_leaves_nothing(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on where it was: what had been given back is not given back again."""
+    model = stack()
+    engine = opened(model, adamw(model), ON_NVME)
+    (x, y) = vector_batches(1)[0]
+    one_step(engine, x, y)
+    close, given_back = GradientTransit.close, list[str]()
+
+    def interrupted(transit: GradientTransit) -> None:
+        if not given_back:
+            given_back.append("interrupted")
+            raise KeyboardInterrupt
+        close(transit)
+        given_back.append("closed")
+
+    monkeypatch.setattr(GradientTransit, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert given_back == ["interrupted", "closed"] and not parts_of(engine).ledger.by_purpose

@@ -113,7 +113,7 @@ class GradientArrival:
             state.buffer = state.lease = state.transfer = None
             state.adopted.clear()
             state.jobs.clear()
-        for one in (self._squares_on_device, self._transit, self.sums_on_device):
+        for one in (self._transit, self.sums_on_device, self._squares_on_device):
             if one is not None:
                 one.close()
 
