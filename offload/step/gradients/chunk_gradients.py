@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which gradients count for the coming step, and who may read them. (The way of one: the docstring of this room.)
 
-An update that may have to be undone
-(`offload.step.speculation`) does not consume what it reads: `hold` keeps it, until `drop_held` drops it or `take_back` makes
-it an ordinary gradient again.
+An update that may have to be undone (`offload.step.speculation`) does not consume what it reads: `hold` keeps it, until
+`drop_held` drops it or `take_back` makes it an ordinary gradient again.
 """
 
 from __future__ import annotations

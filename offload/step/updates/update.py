@@ -98,7 +98,7 @@ class Updates:
         """Add a unit's update. Its gradients belong to the update from now on."""
         if unit.update is not None:
             raise AssertionError(f"unit {unit.name} is updated twice at once")
-        # On the stream that is compute now: who launches it may be another thread, which has a stream of its own.
+        # On the stream that is compute now: who launches or runs it may be another thread, which has a stream of its own.
         run = self._accelerator.on_compute(lambda: self._run(unit))
         unit.update = self._queue[unit] = UnitUpdate(chunks, run)
         if self._reads and unit.route.update_in is Memory.HOST:
@@ -124,7 +124,6 @@ class Updates:
         return update.job
 
     def _submit(self, unit: Unit, update: UnitUpdate) -> None:
-        # On the device the job gives work to compute, and a thread of the fetcher may be the one that runs it.
         lane = self._lanes[unit.route.update_in]
         if self._updates_together(unit, update):
             together = [(one, other) for one, other in list(self._queue.items()) if self._updates_together(one, other)]
