@@ -22,6 +22,7 @@ from offload.device import cuda
 from offload.device.accelerator import UnitMemory
 from offload.device.cuda import CudaAccelerator
 from offload.device.pending import Pending
+from offload.step.speculation import Speculation
 from offload.step.updates.update import Updates
 from offload.tiers.memory import HostMemory
 from tests.acceptance.chosen import choosing
@@ -112,6 +113,30 @@ def test_no_race_where_updates_begin_in_backward(
     play(monkeypatch)
     losses, weights = train(tmp_path, parameters, states, **options)
     assert any(begun), "none began early"
+    assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "split"])
+@pytest.mark.parametrize(("parameters", "states"), [("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")])
+def test_no_race_where_updates_are_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str, state_format: str
+) -> None:
+    """The norm clips, and what new values had come to the device is emptied; autograd runs backward in a thread of its own."""
+    options: dict[str, Any] = {"update": "backward", "max_grad_norm": 1e-3, "state_format": state_format}
+    expected = in_memory(**options)
+    small(monkeypatch, quiet_steps=0)
+    applied: list[bool] = []
+    take_back = Speculation._take_back
+
+    def noted(speculation: Speculation, unit: Any, early: Any) -> None:
+        applied.extend(update.applied for update in early.updates)
+        take_back(speculation, unit, early)
+
+    monkeypatch.setattr(Speculation, "_take_back", noted)
+    play(monkeypatch)
+    played_cuda.backward_elsewhere(monkeypatch)
+    losses, weights = train(tmp_path, parameters, states, side_stream=True, **options)
+    assert any(applied), "nothing was undone"
     assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
 
 
