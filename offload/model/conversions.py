@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +60,7 @@ class Conversion:
             converter.add_tensor(self.first, name, pattern, tensors[name])
         try:
             made = converter.convert(self.first, model=self.model, config=self.model.config)
+            made = made[0] if isinstance(made, tuple) else made  # transformers 5.0 gives its errors beside it
             return {self.renamed(name): value[0] if isinstance(value, list) else value for name, value in made.items()}
         except Exception as error:  # whatever a conversion meets that it was not written for
             shapes = [f"{name} {list(tensors[name].shape)}" for name in self.names]
@@ -97,17 +97,14 @@ def conversions(model: nn.Module, names: Iterable[str], origin: str) -> Conversi
         return None
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+        from transformers.core_model_loading import dot_natural_key, rename_source_key
     except ImportError:
         return None
     namer = base_namer(model)
     tensors = {name: tensor for fqn, tensor in persistent_tensors(model).items() if (name := namer(fqn)) is not None}
-    rules = get_model_conversion_mapping(base)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    asked = _Unadapted(base, tensors)
-    found, joint = Conversions(), dict[str, Conversion]()
+    renamings, converters = _by_kind(get_model_conversion_mapping(base))
+    joining = _Joining(converters, _Unadapted(base, tensors))
+    found = Conversions()
     for name in sorted(names, key=dot_natural_key):  # the order of experts too
         wanted, pattern = rename_source_key(name, renamings, converters, base.base_model_prefix, tensors)
         if wanted not in tensors and name in tensors:
@@ -115,8 +112,7 @@ def conversions(model: nn.Module, names: Iterable[str], origin: str) -> Conversi
         if wanted not in tensors:
             found.unexpected[name] = wanted
         elif pattern is not None:
-            conversion = joint.setdefault(wanted, Conversion(wanted, by_pattern[pattern], asked))
-            conversion.taken.append((pattern, name))
+            joining.take(name, wanted, pattern)
         elif wanted in found.renamed:
             raise InitializerError(
                 f"{origin} holds both {found.renamed[wanted]!r} and {name!r}, which are the same {wanted} of "
@@ -124,7 +120,7 @@ def conversions(model: nn.Module, names: Iterable[str], origin: str) -> Conversi
             )
         else:
             found.renamed[wanted] = name
-    found.joint = list(joint.values())
+    found.joint = joining.found
     return found
 
 
@@ -139,13 +135,14 @@ def reversions(model: nn.Module, tensors: Mapping[str, Tensor]) -> Conversions |
     if not is_pretrained_model(model):
         return None
     try:
+        from transformers import core_model_loading
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import PrefixChange
     except ImportError:
         return None
     saved: Any = model
     # As save_pretrained of a model that was not loaded: a prefix that is dropped on loading need not have been there.
-    rules = [rule for rule in get_model_conversion_mapping(saved, add_legacy=False) if not isinstance(rule, PrefixChange)]
+    prefix_change: Any = getattr(core_model_loading, "PrefixChange", ())
+    rules = [rule for rule in get_model_conversion_mapping(saved, add_legacy=False) if not isinstance(rule, prefix_change)]
     try:
         found = _reversed(rules, tensors, _Unadapted(model, tensors))
         names = [*found.renamed, *(name for one in found.joint for name in one.made_of(tensors))]
@@ -158,31 +155,55 @@ def reversions(model: nn.Module, tensors: Mapping[str, Tensor]) -> Conversions |
 
 
 def _reversed(rules: Sequence[Any], tensors: Iterable[str], asked: _Unadapted) -> Conversions:
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        apply_converters,
-        apply_renamings,
-        dot_natural_key,
+    """By the rules backwards: what was made last is taken apart first, then what it is made of gets its names."""
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+    renamings, converters = _by_kind([rule.reverse_transform() for rule in reversed(rules)])
+
+    def renamed(name: str) -> str:
+        return str(rename_source_key(name, renamings, [])[0])
+
+    joining, found = _Joining(converters, asked, renamed), Conversions()
+    for name in sorted(tensors, key=dot_natural_key):
+        first, pattern = rename_source_key(name, [], converters)
+        if pattern is not None:
+            joining.take(name, first, pattern)
+        elif (key := renamed(name)) in found.renamed:
+            raise ValueError(f"{name!r} and {found.renamed[key]!r} would be called {key!r}")
+        else:
+            found.renamed[key] = name
+    found.joint = joining.found
+    return found
+
+
+def _by_kind(rules: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Those that rename, and those that convert."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    kept = list(rules)
+    return (
+        [rule for rule in kept if isinstance(rule, WeightRenaming)],
+        [rule for rule in kept if isinstance(rule, WeightConverter)],
     )
 
-    reverse = [rule.reverse_transform() for rule in reversed(rules)]
-    converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    renamed = partial(apply_renamings, weight_renamings=[rule for rule in reverse if isinstance(rule, WeightRenaming)])
-    found, joint = Conversions(), dict[str, Conversion]()
-    for name in sorted(tensors, key=dot_natural_key):
-        first, pattern = apply_converters(name, converters)
-        if pattern is None:
-            key = renamed(name)
-            if key in found.renamed:
-                raise ValueError(f"{name!r} and {found.renamed[key]!r} would be called {key!r}")
-            found.renamed[key] = name
-        else:
-            conversion = joint.setdefault(first, Conversion(first, by_pattern[pattern], asked, renamed))
-            conversion.taken.append((pattern, name))
-    found.joint = list(joint.values())
-    return found
+
+class _Joining:
+    """Puts together what is made together."""
+
+    def __init__(self, converters: Iterable[Any], asked: _Unadapted, renamed: Callable[[str], str] = str) -> None:
+        self._by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        self._asked, self._renamed = asked, renamed
+        self._by_first: dict[str, Conversion] = {}
+
+    def take(self, name: str, first: str, pattern: str) -> None:
+        """A tensor that is one of those of which `first` is made, by the converter of the pattern."""
+        conversion = Conversion(first, self._by_pattern[pattern], self._asked, self._renamed)
+        self._by_first.setdefault(first, conversion).taken.append((pattern, name))
+
+    @property
+    def found(self) -> list[Conversion]:
+        """All, each with what it is made of in the order in which that came."""
+        return list(self._by_first.values())
 
 
 class _Unadapted:

@@ -352,6 +352,34 @@ def test_rules_that_cannot_be_reversed_leave_the_names_in_memory(
     assert_same_bits(loaded(MIXTRAL, tmp_path / "exported"), loaded(MIXTRAL, folders(MIXTRAL)))
 
 
+def test_versions_of_transformers_5_that_lack_the_newer_functions(
+    opened: Any, folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until 5.16 there are no functions that rename or convert alone, until 5.3 no changes of prefixes, and in 5.0 a conversion
+    gives its errors beside what it makes."""
+
+    def rename(name: str, renamings: Any, converters: Any, prefix: Any = None, tensors: Any = None) -> tuple[str, str | None]:
+        pattern = None
+        for rule in renamings:
+            name, _ = rule.rename_source_key(name)
+        for rule in converters:
+            if pattern is None:
+                name, pattern = rule.rename_source_key(name)
+        return name, pattern
+
+    expected = tensors_in(folders(MIXTRAL))
+    convert = loading.WeightConverter.convert
+    monkeypatch.setattr(loading.WeightConverter, "convert", lambda *args, **given: (convert(*args, **given), {}))
+    monkeypatch.setattr(loading, "rename_source_key", rename)
+    for name in ("apply_renamings", "apply_converters", "PrefixChange"):
+        monkeypatch.delattr(loading, name, raising=False)
+    model = deferred(MIXTRAL)
+    opened(model, adamw(model), ON_CPU, weights=folders(MIXTRAL)).export(tmp_path / "exported")
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_bits(tensors_in(tmp_path / "exported"), expected)
+    assert_same_bits(tensors_in(tmp_path / "saved"), expected)
+
+
 def test_without_transformers_a_checkpoint_is_exported_under_the_names_in_memory(
     opened: Any, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
