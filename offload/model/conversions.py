@@ -140,9 +140,14 @@ def reversions(model: nn.Module, tensors: Mapping[str, Tensor]) -> Conversions |
     except ImportError:
         return None
     saved: Any = model
-    # As save_pretrained of a model that was not loaded: a prefix that is dropped on loading need not have been there.
+    # A prefix that is dropped on loading need not have been there: it was where the model says that it was loaded so.
     prefix_change: Any = getattr(core_model_loading, "PrefixChange", ())
-    rules = [rule for rule in get_model_conversion_mapping(saved, add_legacy=False) if not isinstance(rule, prefix_change)]
+    used = [_patterns(rule) for rule in getattr(model, "_weight_conversions", None) or ()]
+    rules = [
+        rule
+        for rule in get_model_conversion_mapping(saved, add_legacy=False)
+        if not isinstance(rule, prefix_change) or _patterns(rule) in used
+    ]
     try:
         found = _reversed(rules, tensors, _Unadapted(model, tensors))
         names = [*found.renamed, *(name for one in found.joint for name in one.made_of(tensors))]
@@ -185,6 +190,11 @@ def _by_kind(rules: Iterable[Any]) -> tuple[list[Any], list[Any]]:
         [rule for rule in kept if isinstance(rule, WeightRenaming)],
         [rule for rule in kept if isinstance(rule, WeightConverter)],
     )
+
+
+def _patterns(rule: Any) -> tuple[list[str], list[str], str | None]:
+    """What a rule is known by: each model that is looked at has its own copy."""
+    return rule.source_patterns, rule.target_patterns, getattr(rule, "scope_prefix", None)
 
 
 class _Joining:

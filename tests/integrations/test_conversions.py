@@ -174,6 +174,26 @@ def test_names_of_the_hub_with_a_prefix_that_the_model_has_no_more(nvme: Path, t
         assert_same_bits(engine.state_dict(), dict(model.state_dict()))
 
 
+def test_a_prefix_that_from_pretrained_dropped_is_there_again_in_what_is_saved(opened: Any, tmp_path: Path) -> None:
+    """As transformers has it; and only where it was: transformers 4 finds it in a folder, or finds nothing."""
+    kind = transformers.CLIPTextModel
+    model = kind(transformers.CLIPTextConfig(**WIDTHS))
+    model.save_pretrained(tmp_path / "without")
+    model.config.save_pretrained(tmp_path / "with")
+    state = {f"text_model.{name}": value for name, value in model.state_dict().items()}
+    save_file(state, tmp_path / "with" / SINGLE_FILE, metadata={"format": "pt"})
+    for name in ("with", "without"):
+        kind.from_pretrained(tmp_path / name).save_pretrained(tmp_path / f"{name}, theirs")
+        with offload.deferred_init():
+            lazy = kind.from_pretrained(tmp_path / name)
+        engine = opened(lazy, adamw(lazy), ON_CPU)
+        engine.export(tmp_path / f"{name}, exported")
+        lazy.save_pretrained(tmp_path / f"{name}, saved")
+        for one in ("theirs", "exported", "saved"):
+            assert_same_bits(tensors_in(tmp_path / f"{name}, {one}"), tensors_in(tmp_path / name))
+        engine.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_files_in_another_dtype(opened: Any, nvme: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     built(MIXTRAL).to(dtype).save_pretrained(tmp_path)
