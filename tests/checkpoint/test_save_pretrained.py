@@ -100,6 +100,20 @@ def test_an_export_beside_the_files_of_others(opened: Any, tmp_path: Path, monke
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} == set(os.listdir(folder))
 
 
+def test_weights_of_others_stay_beside_an_export(opened: Any, tmp_path: Path) -> None:
+    """An average, or a variant: nobody loads them in the place of what was exported."""
+    model, folder = llama(), tmp_path / "out"
+    model.save_pretrained(folder, max_shard_size="20KB")
+    others = ["model_ema.safetensors", "model.fp16.safetensors", "model-best.safetensors", "model.safetensors.bak"]
+    for name in others:
+        (folder / name).write_text(name)
+    engine = trained(opened, model, ON_CPU)
+    engine.export(folder, exist_ok=True)
+    model.save_pretrained(folder)
+    assert {*others, "config.json", "generation_config.json", "model.safetensors"} == set(os.listdir(folder))
+    assert all((folder / name).read_text() == name for name in others)
+
+
 CODE = """
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel

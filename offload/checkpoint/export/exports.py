@@ -6,11 +6,11 @@ Everything is read unit by unit. On several ranks all of them gather, and the fi
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from fnmatch import fnmatch
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,9 @@ _SAVE_OPTIONS = (
     *("safe_serialization", "is_main_process", "save_function", "save_peft_format", "token"),
 )
 """Of a Hugging Face model's `save_pretrained`: what an export has too, or has no need of."""
-_UNFINISHED, _WEIGHTS = ".offload-export", "model*.safetensors*"
+_UNFINISHED = ".offload-export"
+_WEIGHTS = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors(\.index\.json)?")
+"""Files of an export's weights. What has more in its name (model_ema.safetensors) is somebody else's."""
 Pieces = Iterable[tuple[ParameterInfo, torch.Tensor]]
 """Of each parameter all elements in slot order, in any number of parts."""
 _Made = Callable[[nn.Module, Mapping[str, str]], Exporter]
@@ -306,8 +308,8 @@ class _Place:
                 target.mkdir(exist_ok=True)
             else:
                 path.replace(target)
-        if any(fnmatch(name, _WEIGHTS) for name in names):
-            for path in self._path.glob(_WEIGHTS):
-                if path.name not in names:
+        if any(map(_WEIGHTS.fullmatch, names)):
+            for path in sorted(self._path.iterdir()):
+                if path.name not in names and _WEIGHTS.fullmatch(path.name):
                     path.unlink()
         shutil.rmtree(self.written)
