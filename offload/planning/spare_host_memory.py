@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from offload.planning.placement import Placement, Problem, place
 from offload.planning.purposes import OPTIMIZER_STATES, PARAMETERS, StateNames
 from offload.planning.route import kept_first
 from offload.planning.route_bytes import held
-from offload.planning.traffic import spilled_by
+from offload.planning.sizes import least_gradient_buffers
+from offload.planning.traffic import moved, spilled_by
 
 
 def largest(count: int, fits: Callable[[int], bool]) -> int:
@@ -37,13 +39,21 @@ class SpareHostMemory:
 
         Buffers take memory too, so that of a small budget gradients in memory, which need none, may be the better use; and the
         more micro-batches there are, the more often gradients that spill go there and back."""
+        best = self._best_from(smallest)
+        if smallest.parameters == "nvme" and smallest.gradients == "cpu":
+            spilling = self._with_gradients_on_nvme(smallest)
+            if self.fits(spilling):
+                best = min(best, self._best_from(spilling), key=partial(moved, self.problem))
+        return best
+
+    def _best_from(self, smallest: Placement) -> Placement:
         candidates = [self._keep_gradients(self._keep_records(self._keep_parameters(smallest)))]
         if self.problem.accumulates:
             candidates.append(self._keep_records(self._keep_parameters(self._keep_gradients(smallest))))
         in_place = self._with_gradients_in_memory(smallest) if smallest.gradients == "nvme" else None
         if in_place is not None and self.fits(in_place):
             candidates.append(self._keep_records(self._keep_parameters(in_place)))
-        return min(candidates, key=self._moved_nbytes)
+        return min(candidates, key=self._moved)
 
     def _most(self, count: int, placed: Callable[[int], Placement]) -> Placement:
         return placed(largest(count, lambda n: self.fits(placed(n))))
@@ -51,18 +61,23 @@ class SpareHostMemory:
     def _with_gradients_in_memory(self, placement: Placement) -> Placement:
         return place(self.problem, replace(placement.choice, gradients="cpu", retained=0))
 
-    def _moved_nbytes(self, placement: Placement) -> tuple[int, int]:
-        """NVMe traffic of a step: under its forwards, with the updates, and in all."""
+    def _with_gradients_on_nvme(self, placement: Placement) -> Placement:
+        """What they leave may keep parameters, each byte of which saves more."""
+        least = least_gradient_buffers(self.problem.footprint.units)
+        return place(self.problem, replace(placement.choice, gradients="nvme", retained=least))
+
+    def _moved(self, placement: Placement) -> tuple[int, ...]:
+        """Bytes of a step; of several micro-batches those over NVMe, with a fetch of all parameters for each forward and
+        backward."""
+        if not self.problem.accumulates:
+            return moved(self.problem, placement)
         on_nvme = Counter[StateNames]()
         for unit, route in zip(self.problem.footprint.units, placement.routes, strict=True):
             for state, tier, nbytes in held(unit, route):
                 on_nvme[state] += nbytes if tier == "nvme" else 0
-        parameters, records = on_nvme[PARAMETERS], on_nvme[OPTIMIZER_STATES]
         count = self.problem.micro_batches
         added_to, updated_from = spilled_by(self.problem, placement, count)
-        under_forward = (count + 1) * parameters + 2 * records + updated_from
-        in_all = under_forward + count * parameters + 2 * added_to + updated_from
-        return (in_all if self.problem.accumulates else under_forward), in_all
+        return ((2 * count + 1) * on_nvme[PARAMETERS] + 2 * (on_nvme[OPTIMIZER_STATES] + added_to + updated_from),)
 
     def _keep_parameters(self, placement: Placement) -> Placement:
         """By whole units, where the device computes where they lie."""

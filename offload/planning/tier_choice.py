@@ -13,15 +13,14 @@ class Kept:
     """What lies in host memory of states whose tier is NVMe: of the parameters the first chunks in the order of the units, of
     the records about the same share of each unit, or where the model computes on host memory the first ones, too.
 
-    Bytes that one byte of memory saves in a step of n micro-batches, and of those while a forward and the updates run:
+    Bytes that one byte of memory saves in a step of n micro-batches:
 
-        parameters  2n + 1  n + 1   read for forward and backward, written once; whole units where the CPU computes
-        records     2       2       read and written once
-        gradients   2n      n       written under backward and read back; half as much where gradients are 16-bit and n > 1,
-                                    since a buffer has room for their sum in fp32
+        parameters  2n + 1  read for forward and backward, written once; whole units where the CPU computes
+        records     2       read and written once
+        gradients   2n      written under backward and read back; half as much where gradients are 16-bit and n > 1, since a
+                            buffer has room for their sum in fp32
 
-    Updates run under the forward, which is when the drive has most to do, so that column decides, and then the first:
-    parameters before records before gradients.
+    So parameters come first. Records or gradients: gradients in memory need no buffers, so it is tried which moves less.
 
     Why a fixed set, and why no order of use is reversed: an optimizer step uses every record once, in the same order each
     time. Of memory for a fraction f of the bytes, a fixed set saves exactly f of the transfers in both directions. What evicts

@@ -28,6 +28,8 @@ from offload.planning.placement import Placement, place
 from offload.planning.purposes import LANDING, OPTIMIZER_STATES
 from offload.planning.route import Memory
 from offload.planning.schedule import plan
+from offload.planning.spare_host_memory import SpareHostMemory
+from offload.planning.tier_choice import Choice
 from offload.planning.traffic import Traffic
 from offload.planning.use_trace import Expected, Use
 from tests.planning.simulation import simulate
@@ -143,6 +145,48 @@ def test_more_device_memory_never_moves_more(
         now = moved(decided, placement)
         assert before is None or now <= before
         before = now
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("unified", [True, False])
+def test_more_host_memory_never_moves_more_over_nvme(unified: bool, dtype: str, accumulates: bool) -> None:
+    """Also where it just holds all gradients: parameters that it keeps instead save more."""
+    specs = [ParameterSpec(number, 16 * 4096, dtype, DTYPES[dtype], True, 0) for number in range(8)]
+    layout = build_layout([("(root)", []), *((f"unit {one.index}", [one]) for one in specs)], chunk_numel=4096)
+    model = layout, Expected.of(0, [Use(number) for number in range(1, 9)])
+    accelerator: Accelerator = CpuAccelerator() if unified else DeferredAccelerator()
+    pair: tuple[Tier, Tier] = ("nvme", "cpu")
+    smallest = least(model, accelerator, pair, "cpu_memory", accumulates=accumulates)
+    generous = decision(model, accelerator, pair, accumulates, cpu_memory=1 << 40).decide()
+    most, points = generous.with_sums().plan.total_nbytes("cpu"), 40
+    over_nvme = []
+    for point in range(points + 1):
+        decided = decision(model, accelerator, pair, accumulates, cpu_memory=smallest + (most - smallest) * point // points)
+        placement = decided.decide()
+        require_within(decided, placement)
+        over_nvme.append(moved(decided, placement)[0])
+    assert over_nvme == sorted(over_nvme, reverse=True) and over_nvme[0] > over_nvme[-1] == 0
+
+
+@pytest.mark.parametrize("pair", [("cpu", "nvme"), ("device", "nvme")])
+@pytest.mark.parametrize("unified", [True, False])
+def test_of_records_and_gradients_in_host_memory_what_moves_less_is_taken(unified: bool, pair: tuple[Tier, Tier]) -> None:
+    """A gradient in memory needs no buffer either."""
+    specs = [ParameterSpec(number, 16 * 4096, "float32", 4, True, 0) for number in range(8)]
+    layout = build_layout([("(root)", []), *((f"unit {one.index}", [one]) for one in specs)], chunk_numel=4096)
+    model = layout, Expected.of(0, [Use(number) for number in range(1, 9)])
+    accelerator: Accelerator = CpuAccelerator() if unified else DeferredAccelerator()
+    smallest, compared = least(model, accelerator, pair, "cpu_memory"), 0
+    for share in range(8, 64):
+        decided = decision(model, accelerator, pair, cpu_memory=smallest * share // 8)
+        problem, placement = decided.problem, decided.decide()
+        in_memory = place(problem, Choice(*pair, "cpu", prefetch=placement.prefetch))
+        if problem.excess(in_memory, with_sums=True) is None:
+            spare = SpareHostMemory(problem, lambda one, problem=problem: problem.excess(one, with_sums=True) is None)
+            assert moved(decided, placement) <= moved(decided, spare.best(in_memory))
+            compared += 1
+    assert compared > 3
 
 
 @pytest.mark.parametrize(
