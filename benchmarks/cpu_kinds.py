@@ -2,8 +2,8 @@
 """Seconds of processor time by what they are spent on, in one process: where the engine's own work goes.
 
 The functions of `KINDS` are wrapped; what a thread spends in one counts for its kind, without what it spends in others inside.
-Threads of the native library and of file I/O run no Python: their time is the system's count for the thread. What is left is
-the model's, autograd's and the loop's.
+Threads of the native library and of file I/O run no Python, and have names: their time is the system's count for the thread.
+What is left is the model's, autograd's and the loop's, torch's own threads among it.
 """
 
 from __future__ import annotations
@@ -55,55 +55,38 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 """By kind: functions, of which the innermost counts."""
 NATIVE, IO, MODEL = "native threads (Adam, gradients)", "I/O threads", "model, autograd, loop"
+THREADS = {NATIVE: ("offload-kernels",), IO: ("offload-io", "iou-")}
+"""By kind: what the names of its threads begin with; the kernel's own for io_uring are "iou-wrk" and a number."""
 
 
 class CpuSeconds:
-    """Counts from `begin` on. Make it before the engine; call `threads_are_there` once that was made."""
+    """Counts from `begin` on. Make it before the engine."""
 
     def __init__(self) -> None:
         self._own = threading.local()
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
-        self._groups: dict[str, set[int]] = {}
         for kind, names in KINDS.items():
             for name in names:
                 self._wrap(name, kind)
         self._before: dict[str, float] = {}
         self._process = 0.0
 
-    def native_threads(self) -> None:
-        """Have the native library start its threads, and know them."""
-        from offload import _native
-
-        before = _thread_ids()
-        if _native.available():
-            _native.default_threads()
-        self._groups[NATIVE] = _thread_ids() - before
-        self._groups["known"] = _thread_ids()
-
-    def threads_are_there(self) -> None:
-        """The engine has started its own: those without Python are of file I/O."""
-        python = {thread.native_id for thread in threading.enumerate()}
-        self._groups[IO] = {one for one in _thread_ids() - self._groups["known"] if one not in python}
-
     def begin(self) -> None:
         """Count from now on."""
         with self._lock:
             self._sums.clear()
-        self._before = {kind: self._group_seconds(kind) for kind in (NATIVE, IO)}
+        self._before = _seconds_of_threads()
         self._process = time.process_time()
 
     def end(self, steps: int) -> dict[str, float]:
         """Seconds for each of so many steps, by kind; their sum is the process's."""
         total = time.process_time() - self._process
-        found = {kind: self._group_seconds(kind) - before for kind, before in self._before.items()}
+        found = {kind: seconds - self._before[kind] for kind, seconds in _seconds_of_threads().items()}
         with self._lock:
             found |= dict(self._sums)
         found[MODEL] = total - sum(found.values())
         return {kind: seconds / steps for kind, seconds in found.items()}
-
-    def _group_seconds(self, group: str) -> float:
-        return sum(_seconds_of(thread) for thread in self._groups.get(group, ()))
 
     def _wrap(self, name: str, kind: str) -> None:
         holder, last = _holder_of(name)
@@ -144,12 +127,15 @@ def _holder_of(name: str) -> tuple[Any, str]:
     raise LookupError(name)
 
 
-def _thread_ids() -> set[int]:
-    return {int(one.name) for one in Path("/proc/self/task").iterdir()}
-
-
-def _seconds_of(thread: int) -> float:
-    try:
-        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
+def _seconds_of_threads() -> dict[str, float]:
+    """By kind of `THREADS`, since they began."""
+    found = dict.fromkeys(THREADS, 0.0)
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            name, seconds = (thread / "comm").read_text(), int((thread / "schedstat").read_text().split()[0]) / 1e9
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+        for kind, beginnings in THREADS.items():
+            if name.startswith(beginnings):
+                found[kind] += seconds
+    return found

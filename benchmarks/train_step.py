@@ -122,7 +122,6 @@ def made(case: str, shape: str, nvme: str, overrides: dict[str, Any]) -> tuple[A
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     config = offload.Config(**({"nvme": nvme, "max_grad_norm": CLIP} | CASES[case] | overrides))
     cpu = CpuSeconds()
-    cpu.native_threads()
     engine = offload.initialize(model, optimizer, config)
     return model, engine.optimizer, engine, cpu
 
@@ -156,7 +155,6 @@ def measure(case: str, shape: str, steps: int, nvme: str, overrides: dict[str, A
         losses.append(loss.item())
         if index == uncounted - 1 and engine is not None and cpu is not None:
             before = engine.stats()
-            cpu.threads_are_there()
             cpu.begin()
     result: dict[str, Any] = {
         "case": case,

@@ -44,6 +44,7 @@ class ThreadsIo final : public offload_io {
 
   private:
     void serve() {
+        name_this_thread("offload-io");
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
             IoBlock block;

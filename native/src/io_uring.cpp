@@ -126,6 +126,7 @@ class UringIo final : public offload_io {
     }
 
     void serve() {
+        name_this_thread("offload-io");
         while (fill()) {
             const int status = ring_.submit_and_wait();
             if (status < 0) pause_or_die(status);

@@ -57,6 +57,9 @@ SignalsBlocked::SignalsBlocked() {
 
 SignalsBlocked::~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &saved_, nullptr); }
 
+// Fails only for a name that is too long, and nothing depends on it.
+void name_this_thread(const char* name) { (void)pthread_setname_np(pthread_self(), name); }
+
 } // namespace offload
 
 offload_threads::offload_threads(int count) : count_(count), owner_(getpid()) {
@@ -116,6 +119,7 @@ void offload_threads::take_tasks() {
 }
 
 void offload_threads::work() {
+    offload::name_this_thread("offload-kernels");
     const offload::DefaultFloatMode mode;
     const int spin_count = count_ < offload::kMany ? offload::kSpinCount : offload::kSpinCountOfMany;
     uint64_t seen = 0;

@@ -30,6 +30,9 @@ class DefaultFloatMode {
     uint64_t saved_;
 };
 
+// What tools that list threads show for this one; at most 15 characters.
+void name_this_thread(const char* name);
+
 // Blocks every signal in the threads that are started while it lives, so that the program's own threads get them.
 class SignalsBlocked {
   public:

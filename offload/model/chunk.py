@@ -20,7 +20,7 @@ from offload.device.arithmetic.step_table import StepTable
 from offload.device.pending import AllOf, Pending
 from offload.layout import ChunkLayout, Extent, Piece
 from offload.planning.route import RecordPath, Route
-from offload.tiers.staging import Lease
+from offload.tiers.staging import Lease, Released
 from offload.tiers.store import Store
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class ChunkGradient:
     wide_extents   those in `wide_store`, one after the other, in which sums are else: from the first second micro-batch on, or
                    where several are expected `extent` and what follows it
     buffer         [chunk.numel] where it lies now; `lease` if that is a staging buffer
-    spilled        the dtype in which it lies in the store alone
+    spilled        the dtype in which it lies in the store alone; `spilled_from`: the buffer that it left, where it may still be
     live           indices of the parameters whose gradient is there, or coming
     squares        by parameter index: the sums of squares of its piece; None: they are on the device. Written as pieces come,
                    also by the lane; dropped by the thread that drives the model
@@ -78,6 +78,7 @@ class ChunkGradient:
     buffer: torch.Tensor | None = None
     lease: Lease | None = None
     spilled: torch.dtype | None = None
+    spilled_from: Released | None = None
     live: set[int] = field(default_factory=set)
     squares: dict[int, torch.Tensor | None] = field(default_factory=dict)
     adopted: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -9,6 +9,8 @@ pending = store.read(extent, lease.tensor)
 lease.release(after=pending)                            # handed out again only when that has completed
 
 Where what passes through is now and then larger, a lease may be of several buffers that lie side by side (`width`).
+A buffer that was given back keeps what lies in it until it is handed out again. Who wants that after all may ask for the same
+buffer once more (`take_again`).
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ class _Buffer:
     """Among those of its consumer."""
     is_free: bool = True
     last_use: Pending | None = None
+    lease_count: int = 0
+    """How often it was handed out."""
 
     @property
     def is_settled(self) -> bool:
@@ -82,6 +86,15 @@ class StagingStats:
     consumers: dict[str, ConsumerStats]
 
 
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A lease that is over: which buffers it was of, and the how manieth of each it was."""
+
+    purpose: str
+    first: int
+    lease_counts: tuple[int, ...]
+
+
 class Lease:
     """A staging buffer on loan, until `release()`. One holder; not thread-safe in itself."""
 
@@ -98,15 +111,18 @@ class Lease:
             raise AssertionError(f"a staging buffer for {self.purpose!r} was used after its release")
         return self._tensor
 
-    def release(self, after: Pending | None = None) -> None:
-        """Give the buffer back. `after`: the last operation on it; until that completed nobody else gets the buffer."""
+    def release(self, after: Pending | None = None) -> Released:
+        """Give the buffer back. `after`: the last operation on it; until that completed nobody else gets the buffer. Returns
+        what `StagingPool.take_again` goes by."""
         buffers, self._buffers = self._buffers, None
         self._tensor = None  # else whoever still has the lease keeps all of the pool's memory
         if buffers is None:
             raise AssertionError(f"a staging buffer for {self.purpose!r} was released twice")
+        lease_counts = _lease_counts(buffers)  # before somebody else may have it
         for buffer in buffers:
             buffer.last_use = after
         self._pool._take_back(self.purpose, buffers)
+        return Released(self.purpose, buffers[0].index, lease_counts)
 
 
 class StagingPool:
@@ -207,6 +223,17 @@ class StagingPool:
                 raise
         return self._hand_out(purpose, group)
 
+    def take_again(self, released: Released) -> Lease | None:
+        """The buffer of a lease that is over, with what lay in it; None where it was handed out since. What it was released
+        `after` may be going on, and is the caller's to wait for before anybody writes to the buffer. Never blocks."""
+        with self._lock:
+            consumer = self._consumer(released.purpose)
+            group = consumer.buffers[released.first : released.first + len(released.lease_counts)]
+            if not all(buffer.is_free for buffer in group) or _lease_counts(group) != released.lease_counts:
+                return None
+            self._take(consumer, group)
+        return self._hand_out(released.purpose, group)
+
     @property
     def stats(self) -> StagingStats:
         with self._lock:
@@ -241,6 +268,7 @@ class StagingPool:
         for buffer in group:
             consumer.free.remove(buffer)
             buffer.is_free = False
+            buffer.lease_count += 1
         consumer.peak_count = max(consumer.peak_count, consumer.count - len(consumer.free))
 
     def _hand_out(self, purpose: str, group: _Group) -> Lease:
@@ -259,6 +287,10 @@ class StagingPool:
                 for buffer in group:
                     buffer.is_free = True
                     self._consumers[purpose].free.append(buffer)
+
+
+def _lease_counts(group: _Group) -> tuple[int, ...]:
+    return tuple(buffer.lease_count for buffer in group)
 
 
 def _last_use(group: _Group) -> Pending:

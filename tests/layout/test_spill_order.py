@@ -29,7 +29,7 @@ def by_definition(states: list[ChunkGradient], besides: ChunkGradient, at_leisur
     if applied:
         return applied[0]
     if at_leisure:
-        return complete[0] if complete and not held else None
+        return complete[0] if complete else None
     return complete[0] if complete else held[-1] if held else filling[0] if filling else None
 
 
@@ -91,4 +91,4 @@ def test_a_question_goes_through_few_of_many() -> None:
         leaving = order.needed_last(states[-1], at_leisure=False) or states[-1]
         order.remove(leaving)
         left.remove(leaving)
-    assert len(states) <= asked < 5 * len(states)
+    assert 0 < asked < 5 * len(states)

@@ -96,6 +96,24 @@ def test_a_second_drive_without_a_queue_leaves_none_of_the_first(monkeypatch: py
     assert len(made) == 2 and not left and refusal.value.__traceback__ is not None
 
 
+@pytest.mark.parametrize("name", ["io_uring", "threads"])
+def test_its_threads_have_a_name(name: str) -> None:
+    """In `top -H` and in profilers; benchmarks/cpu_kinds.py counts their seconds by it."""
+    before = set(os.listdir("/proc/self/task"))
+    try:
+        backend = open_backend(name, queue_depth=2, block_nbytes=4096)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    try:
+        deadline, names = time.monotonic() + 60, list[str]()
+        while "offload-io" not in names and time.monotonic() < deadline:  # each says its name when it begins
+            new = set(os.listdir("/proc/self/task")) - before
+            names = [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in new]
+        assert "offload-io" in names
+    finally:
+        backend.close()
+
+
 @pytest.mark.parametrize("name", io.BACKEND_NAMES)
 def test_close_settles_everything_and_then_refuses(name: str, tmp_path: Path) -> None:
     try:

@@ -6,12 +6,14 @@ import threading
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from offload.device.pending import Pending, Settled
 from offload.errors import StorageError
 from offload.tiers import Lease, MemoryLedger, StagingPool
+from offload.tiers.staging import Released
 
 
 class Controlled(Pending):
@@ -157,6 +159,29 @@ def test_what_the_next_lease_waits_for_is_told_before() -> None:
     assert [use.waited_count for use in uses] == [1, 1, 1, 1]
 
 
+def test_a_buffer_that_nobody_had_since_is_had_again_as_it_was() -> None:
+    pool = StagingPool()
+    pool.reserve("gradients", 4, 4096)
+    pool.freeze()
+    pair = pool.lease("gradients", 2)
+    pair.tensor.fill_(7)
+    address, writing = pair.tensor.data_ptr(), Controlled()
+    released = pair.release(after=writing)
+    again = pool.take_again(released)
+    assert again is not None and not writing.settled, "the caller waits for it"
+    assert (again.width, again.tensor.data_ptr()) == (2, address) and again.tensor.eq(7).all()
+    assert pool.take_again(released) is None, "it is on lease"
+    second = again.release()
+    assert pool.take_again(released) is None, "that was another lease"
+    rest = pool.lease("gradients", 2)
+    one = pool.lease("gradients")
+    assert pool.take_again(second) is None, "a part of it is on lease"
+    one.release()
+    assert pool.take_again(second) is None, "a part of it was on lease"
+    rest.release()
+    assert pool.free_count("gradients", 2) == 2
+
+
 def test_threads_never_hold_the_same_buffer() -> None:
     pool = pool_of(fetch=3)
     failures: list[str] = []
@@ -188,6 +213,7 @@ class PoolMachine(RuleBasedStateMachine):
     """The pool against a model: who holds which buffer, and which uses are still going on."""
 
     leases = Bundle("leases")
+    ended = Bundle("ended")
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,6 +221,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.held: dict[int, tuple[str, int]] = {}  # address -> purpose, mark
         self.last_use: dict[int, Controlled] = {}
         self.mark = 0
+        self.mark_left: dict[int, int] = {}  # address -> what its last holder left, and nobody wrote over
         self.peak = dict.fromkeys(COUNTS, 0)
 
     def held_count(self, purpose: str) -> int:
@@ -205,8 +232,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert address not in self.held, "two holders of one buffer"
         use = self.last_use.pop(address, None)
         assert use is None or use.settled, "handed out while still in use"
-        self.mark = (self.mark + 1) % 256
-        lease.tensor.fill_(self.mark)
+        self.mark = self.mark + 1
+        lease.tensor[:8].view(torch.int64).fill_(self.mark)
+        self.mark_left.pop(address, None)
         self.held[address] = (purpose, self.mark)
         self.peak[purpose] = max(self.peak[purpose], self.held_count(purpose))
         return lease
@@ -228,15 +256,29 @@ class PoolMachine(RuleBasedStateMachine):
             return None
         return self.accept(purpose, self.pool.lease(purpose))
 
-    @rule(lease=consumes(leases), busy=st.booleans())
-    def release(self, lease: Lease | None, busy: bool) -> None:
+    @rule(target=ended, lease=consumes(leases), busy=st.booleans())
+    def release(self, lease: Lease | None, busy: bool) -> object:
         if lease is None:
-            return
+            return None
         address = lease.tensor.data_ptr()
-        del self.held[address]
+        _, mark = self.held.pop(address)
+        self.mark_left[address] = mark
         if busy:
             self.last_use[address] = Controlled()
-        lease.release(after=self.last_use[address] if busy else None)
+        return address, mark, lease.release(after=self.last_use[address] if busy else None)
+
+    @rule(target=leases, end=ended)
+    def take_again(self, end: tuple[int, int, Released] | None) -> object:
+        if end is None:
+            return None
+        address, mark, released = end
+        lease = self.pool.take_again(released)
+        assert (lease is not None) == (self.mark_left.get(address) == mark)
+        if lease is None:
+            return None
+        assert lease.tensor.data_ptr() == address and lease.tensor[:8].view(torch.int64).item() == mark
+        self.last_use.pop(address, None)  # the caller's to wait for
+        return self.accept(released.purpose, lease)
 
     @precondition(lambda self: self.last_use)
     @rule(data=st.data())
@@ -246,7 +288,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(lease=leases)
     def still_mine(self, lease: Lease | None) -> None:
         if lease is not None:
-            assert lease.tensor.eq(self.held[lease.tensor.data_ptr()][1]).all()
+            assert lease.tensor[:8].view(torch.int64).item() == self.held[lease.tensor.data_ptr()][1]
 
     @invariant()
     def peaks_are_those_of_the_model(self) -> None:

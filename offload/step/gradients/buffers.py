@@ -10,6 +10,9 @@ be added to:
     2. of what is complete the chunk whose gradient arrived longest ago: it belongs to the last layers, whose update comes last
     3. what an update is about to read that began before the others, the last in its line first
     4. the oldest
+
+An update that begins before the others reads soon what has just left. What still lies in its buffer, which nobody else had
+meanwhile, has that again (`hold`). The store has it too, so it costs no second write if it leaves all the same.
 """
 
 from __future__ import annotations
@@ -55,6 +58,8 @@ class GradientBuffers:
         self._count, self._nbytes = (buffers.count, buffers.nbytes) if buffers is not None else (0, 1)
         """Of those buffers."""
         self._spilling_count = spilling_count
+        self._stored: set[ChunkGradient] = set()
+        """Those with a buffer that the store has as they are. The write may be going on, as their `transfer`."""
         self._views: dict[tuple[ChunkGradient, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
         """Of each chunk's memory in a store, and that in the dtype of what lies there: [chunk.numel]."""
 
@@ -108,6 +113,7 @@ class GradientBuffers:
                 transfer.wait()
         if state.lease is not None:
             self._order.put(state)
+        self._stored.discard(state)
         assert state.buffer is not None
         if dtype == torch.float32 and state.buffer.dtype != dtype:
             return self._widened(state, state.buffer)
@@ -137,6 +143,7 @@ class GradientBuffers:
         freed_count = state.lease.width if state.lease is not None else 0
         view, state.lease = store.view(extents[0]), None
         self._order.remove(state)
+        self._stored.discard(state)
         if view is None:
             state.lease = self._retaining_lease(state, dtype, freed_count)
             view = state.lease.tensor
@@ -157,6 +164,18 @@ class GradientBuffers:
         """Something else is expected of the chunk than before: it is held, was applied, or is neither any more."""
         if state in self._order:
             self._order.put(state)
+
+    def hold(self, state: ChunkGradient) -> None:
+        """`expect` of what an update is about to read that began before the others."""
+        left, dtype = state.spilled_from, state.spilled
+        lease = self._pool.take_again(left) if left is not None and dtype is not None else None
+        if lease is not None and dtype is not None:
+            state.buffer, state.lease = lease.tensor[: state.chunk.numel * dtype.itemsize].view(dtype), lease
+            state.spilled = state.spilled_from = None
+            self._stored.add(state)
+            self._order.put(state)
+        else:
+            self.expect(state)
 
     # ---- for updates ---------------------------------------------------------------------------------------------
 
@@ -210,7 +229,7 @@ class GradientBuffers:
         """Nothing of the chunk is needed any more."""
         state.settle()
         self._release(state)
-        state.spilled = None
+        state.spilled = state.spilled_from = None
         self._order.remove(state)
 
     def _release(self, state: ChunkGradient) -> None:
@@ -221,6 +240,7 @@ class GradientBuffers:
             state.lease.release()
         # Without a lease a write may be going on: the next transfer of its extent waits for it.
         state.buffer, state.lease = None, None
+        self._stored.discard(state)
 
     # ---- spilling ------------------------------------------------------------------------------------------------
 
@@ -267,13 +287,15 @@ class GradientBuffers:
     def _spill(self, state: ChunkGradient) -> None:
         self._take_off_device(state)
         state.settle()
-        if state.transfer is not None:
-            state.transfer.wait()
         assert state.buffer is not None and state.lease is not None
-        store, extents = _place(state, state.buffer.dtype)
-        state.transfer = _moved(store.write, extents, state.lease.tensor)
-        state.lease.release(after=state.transfer)
+        if state not in self._stored:
+            if state.transfer is not None:
+                state.transfer.wait()
+            store, extents = _place(state, state.buffer.dtype)
+            state.transfer = _moved(store.write, extents, state.lease.tensor)
+        state.spilled_from = state.lease.release(after=state.transfer)
         state.spilled, state.buffer, state.lease = state.buffer.dtype, None, None
+        self._stored.discard(state)
         self._order.remove(state)
 
     def _read_back(self, state: ChunkGradient, lease: Lease) -> None:
@@ -284,7 +306,7 @@ class GradientBuffers:
         state.transfer = _moved(partial(store.read, priority=Priority.STATE), extents, lease.tensor)
         state.lease = lease
         state.buffer = lease.tensor[: state.chunk.numel * state.spilled.itemsize].view(state.spilled)
-        state.spilled = None
+        state.spilled = state.spilled_from = None
 
 
 def _dtype(state: ChunkGradient, *, wide: bool) -> torch.dtype:

@@ -282,7 +282,7 @@ class ChunkGradients:
             with self._lock:
                 self._arrival.leave_device(chunk)
                 gradient_of(chunk).held = True
-                self._buffers.expect(gradient_of(chunk))
+                self._buffers.hold(gradient_of(chunk))
 
     def drop_held(self, chunks: Iterable[Chunk]) -> None:
         """Those updates stay: drop what they have read. What they are yet to read they consume."""

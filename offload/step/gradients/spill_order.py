@@ -47,16 +47,14 @@ class SpillOrder:
             del queue[state]
 
     def needed_last(self, besides: ChunkGradient, *, at_leisure: bool) -> ChunkGradient | None:
-        """`at_leisure`: nothing that is read back soon: while updates wait for their turn only what others have read."""
+        """`at_leisure`: nothing that an update is about to read. What is complete goes also while updates wait for their turn:
+        of the buffers they take until then some are still as it left them."""
 
         def first(queue: _Queue, *, last: bool = False) -> ChunkGradient | None:
             in_turn = reversed(queue) if last else iter(queue)
             return next((state for state in in_turn if state is not besides and not state.opened), None)
 
-        applied = first(self._applied)
-        if applied is not None:
-            return applied
-        complete, awaited = first(self._complete), first(self._held, last=True)
-        if at_leisure:
-            return complete if awaited is None else None
-        return complete or awaited or first(self._filling)
+        found = first(self._applied) or first(self._complete)
+        if found is not None or at_leisure:
+            return found
+        return first(self._held, last=True) or first(self._filling)
