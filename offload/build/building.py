@@ -39,6 +39,9 @@ from offload.step.updates.update import Updates
 from offload.tiers.memory import MemoryLedger
 from offload.tiers.staging import StagingPool
 
+_BACKWARD_OPERATIONS = 4
+"""Of each parameter for each token, as the planner's cost has it."""
+
 
 def by_unit(infos: Sequence[ParameterInfo], unit_count: int) -> list[list[ParameterInfo]]:
     """Each unit's own."""
@@ -149,8 +152,8 @@ class Building:
         return self._accelerator.unit_memory(nbytes) if route.has_store else self._storage.home(route, nbytes)
 
     def _gradients(self, chunks: list[Chunk], pool: StagingPool, timeline: Timeline, *, averaged: bool) -> ChunkGradients:
-        placement, expects_several = self._placement, self._config.keeps_wide_gradients
-        make_sums = None if expects_several else self._storage.sums
+        placement = self._placement
+        make_sums = None if self._config.keeps_wide_gradients else self._storage.sums
         extents = GradientExtents(chunks, self._storage.gradients, make_sums, reduced=averaged)
         arrival = GradientArrival(
             chunks, pool, self._accelerator, timeline,
@@ -158,9 +161,12 @@ class Building:
         )  # fmt: skip
         made = ChunkGradients(chunks, extents, arrival)
         if (sums := arrival.sums_on_device) is not None:
-            sums.expects_several, budget_nbytes = expects_several, self._config.device_memory
+            budget_nbytes = self._config.device_memory
             # Without a budget what the device has left is followed (`_activation_memory`).
             sums.limit(placement.left_on_device(int(budget_nbytes)) if budget_nbytes is not None else 0)
+            if self._config.tokens:
+                rates, numel = self._accelerator.rates(), sum(flat.numel for flat in self._layout.flats)
+                sums.expect_in_time(rates.d2h * _BACKWARD_OPERATIONS * self._config.tokens * numel / rates.flops)
         if not placement.sums and not self._config.sums_are_narrow:
             made.take_room_for_sums()  # they are in the plan
         return made

@@ -15,13 +15,15 @@ from offload.model.flat import ParameterInfo
 from offload.planning.free_memory import missing_nbytes, remedy
 from offload.planning.placement import Placement
 from offload.step.components import Components
+from offload.step.gradients.sums_on_device import SumsOnDevice
 
 
 class MicroBatches:
     """Owned by the thread that drives the model (backward's during backward)."""
 
-    def __init__(self, parts: Components, *, narrow: bool) -> None:
-        """`narrow`: there are no fp32 sums (`Config.sums_are_narrow`); a later micro-batch's gradient is added as a part is."""
+    def __init__(self, parts: Components, said_count: int, *, narrow: bool) -> None:
+        """`said_count`: of a step, as far as the loop said. `narrow`: there are no fp32 sums (`Config.sums_are_narrow`); the
+        gradient of a later one is added as a part is."""
         self._parts, self._narrow = parts, narrow
         self._begun: dict[int, ParameterInfo] = {}
         """By index, the parameters of which this backward brought the first gradient of the step."""
@@ -29,6 +31,13 @@ class MicroBatches:
         """Of the step so far; whether the backward that runs is one of those after the first."""
         self.of_last_step = 1
         """How many the last step had."""
+        self._last_count = said_count
+        """With how many the step is probably over: as many as the loop said, or the last two steps had. 0: not known."""
+        self._expect(said_count > 1)
+
+    def micro_batch_begins(self, left_out: int) -> None:
+        """See `Residency.micro_batch_begins`."""
+        self._counted(self._count + left_out)
 
     def backward_begins(self) -> None:
         self._begun.clear()
@@ -36,18 +45,28 @@ class MicroBatches:
 
     def step_ends(self) -> None:
         """The gradients belong to updates: the next step is expected to have as many."""
+        self._last_count = self._count if self._count in (self._last_count, self.of_last_step) else 0
         self.of_last_step = self._count
         self.step_begins_anew()
         self._expect(self.of_last_step > 1)
 
     def step_begins_anew(self) -> None:
         """All gradients were dropped."""
-        self._count, self._is_further = 1, False
+        self._is_further = False
+        self._counted(1)
+
+    @property
+    def _sums(self) -> SumsOnDevice | None:
+        return self._parts.gradients.sums_on_device if self._parts.gradients is not None else None
 
     def _expect(self, several: bool) -> None:
-        gradients = self._parts.gradients
-        if gradients is not None and gradients.sums_on_device is not None:
-            gradients.sums_on_device.expects_several = several
+        if self._sums is not None:
+            self._sums.expects_several = several
+
+    def _counted(self, count: int) -> None:
+        self._count = count
+        if self._sums is not None:
+            self._sums.in_last = 1 < self._last_count <= count
 
     def first_gradients_coming(self, coming: Mapping[int, ParameterInfo]) -> None:
         """`gradient_coming` of parameters that have none yet, by index."""
@@ -68,7 +87,8 @@ class MicroBatches:
                 begun.parameter.grad = None
             raise
         if not self._is_further:
-            self._is_further, self._count = True, self._count + 1
+            self._is_further = True
+            self._counted(self._count + 1)
 
     def adds_part(self, info: ParameterInfo) -> bool:
         """Whether what comes is added as a part of one gradient is: all that there is of it is of this backward."""

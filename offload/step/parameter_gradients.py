@@ -50,14 +50,15 @@ class ParameterGradients:
         require_scaled_loss: Callable[[], None],
         failures: Callable[[], AbstractContextManager[None]],
         *,
+        micro_batches: int,
         narrow_sums: bool,
     ) -> None:
         """`measure`: gives the norm of the gradients as they stand. `require_scaled_loss`: raises where what comes lacks the
-        loss scale. `failures`: `FailureState.failures`."""
+        loss scale. `failures`: `FailureState.failures`. `micro_batches`: of a step, as far as the loop said."""
         self._units, self._parameters = parts.units, parts.parameters
         self._gradients, self._gradient_sync = parts.gradients, parts.gradient_sync
         self._require_scaled_loss, self._failures = require_scaled_loss, failures
-        self.micro_batches = MicroBatches(parts, narrow=narrow_sums)
+        self.micro_batches = MicroBatches(parts, micro_batches, narrow=narrow_sums)
         self.clipping = TokenClipping(parts.parameters, self.live, measure, self._accumulate)
         self.waiting = WaitingGradients(parts)
         self._trained = [info for info in parts.parameters if info.trainable]

@@ -70,8 +70,9 @@ class Training(FailureState):
         self.uses = Uses(parts.units, parts.residency, self.speculation, self.calls, alone=alone)
         self.lender = Lender(parts, self, self.uses)
         self.parameter_gradients = ParameterGradients(
-            parts, self._measure_now, self.require_scaled_loss, self.failures, narrow_sums=config.sums_are_narrow
-        )
+            parts, self._measure_now, self.require_scaled_loss, self.failures,
+            micro_batches=config.micro_batches, narrow_sums=config.sums_are_narrow,
+        )  # fmt: skip
         self.grad_norm: float | None = None
         self.synchronizing, self.loss_is_scaled = True, False
         self._clip_once: float | None = None

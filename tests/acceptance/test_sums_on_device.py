@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
+from offload.config import with_internal_settings
 from offload.device.accelerator import Accelerator
 from offload.device.deferred import DeferredAccelerator
+from offload.device.pending import Settled
+from offload.step.gradients.sums_on_device import SumsOnDevice
 from tests.crosses import in_turn
 from tests.devices import computed_on, says_it_has
 from tests.inside import accelerator_of, layout_of, parts_of, sums_on_device_of
@@ -27,7 +32,10 @@ from .runs import assert_same_bits
 WIDTH, BLOCKS = 32, 6
 SMALL, LARGE = 8, 2048
 ROOMY = 1 << 40
+COUNTS = [3, 3, 3, 5, 3]
+"""Micro-batches of a few steps."""
 ON_CPU = {"parameters": "cpu", "optimizer_states": "cpu"}
+SUMS = (pytest.param(False, id=""), pytest.param(True, id="narrow"))
 
 
 def blocks() -> nn.Module:
@@ -38,20 +46,20 @@ def blocks() -> nn.Module:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """`started(device_nbytes, micro_batches=1, tokens=0, **config)`; None: of a device that does not say what it has, where
-    sums lie in host memory."""
+    """`started(device_nbytes, micro_batches=1, tokens=0, narrow=False, **config)`; None: of a device that does not say what it
+    has, where sums lie in host memory. `narrow`: they are in the parameters' dtype."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
     small(monkeypatch, chunk_numel=4096)
     engines = []
 
-    def start(nbytes: int | None, micro_batches: int = 1, tokens: int = 0, **fields: Any) -> Any:
+    def start(nbytes: int | None, micro_batches: int = 1, tokens: int = 0, narrow: bool = False, **fields: Any) -> Any:
         if nbytes is None:
             monkeypatch.delenv("OFFLOAD_DEVICE_NBYTES", raising=False)
         else:
             monkeypatch.setenv("OFFLOAD_DEVICE_NBYTES", str(nbytes))
         model = blocks()
         config = offload.Config(**({"dtype": "bf16"} | ON_CPU | fields)).expecting(micro_batches, tokens)
-        engines.append(offload.initialize(model, adamw(model), config))
+        engines.append(offload.initialize(model, adamw(model), with_internal_settings(config, sums_are_narrow=narrow)))
         return engines[-1]
 
     yield start
@@ -75,16 +83,19 @@ def step(engine: Any, number: int, micro_batches: int, rows: int = SMALL) -> lis
     return losses
 
 
-def whole_nbytes(engine: Any) -> int:
+def whole_nbytes(engine: Any, itemsize: int = 4) -> int:
     """Of the sums of all chunks."""
-    return 4 * sum(flat.numel for flat in layout_of(engine).flats)
+    return itemsize * sum(flat.numel for flat in layout_of(engine).flats)
 
 
+@pytest.mark.parametrize("narrow", SUMS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_from_the_second_step_on_sums_leave_the_device_once(started: Any, dtype: str) -> None:
-    """As fp32, however many micro-batches there are, where there was a copy for each of them; the bits are those without."""
-    elsewhere, engine = started(None, dtype=dtype), started(ROOMY, dtype=dtype)
+def test_from_the_second_step_on_sums_leave_the_device_once(started: Any, dtype: str, narrow: bool) -> None:
+    """In their own dtype, however many micro-batches there are, where there was a copy for each of them; the bits are those
+    without."""
+    elsewhere, engine = started(None, dtype=dtype, narrow=narrow), started(ROOMY, dtype=dtype, narrow=narrow)
     numel, itemsize = sum(parameter.numel() for parameter in blocks().parameters()), 2 if dtype == "bf16" else 4
+    of_sum = itemsize if narrow else 4
     for number, micro_batches in enumerate([1, 3, 3, 2, 4]):
         moved, losses = [], []
         for one in (elsewhere, engine):
@@ -94,10 +105,100 @@ def test_from_the_second_step_on_sums_leave_the_device_once(started: Any, dtype:
             moved.append(accelerator_of(one).copied_out_nbytes - before)
         assert_same_bits(*losses)
         several = number > 1  # learned in the step before
-        assert moved[0] - moved[1] == ((micro_batches * itemsize - 4) * numel if several else 0), number
+        assert moved[0] - moved[1] == ((micro_batches * itemsize - of_sum) * numel if several else 0), number
         assert (sums_on_device_of(engine).peak_nbytes > 0) == several
-    assert sums_on_device_of(engine).peak_nbytes == whole_nbytes(engine)
+    assert sums_on_device_of(engine).peak_nbytes == whole_nbytes(engine, of_sum)
     assert_same_bits(engine.state_dict(), elsewhere.state_dict())
+
+
+@pytest.mark.parametrize("narrow", SUMS)
+def test_sums_leave_under_the_last_backward(started: Any, monkeypatch: pytest.MonkeyPatch, narrow: bool) -> None:
+    """Which that is the loop said, or its last two steps show. What comes after it goes to the host as it comes."""
+    monkeypatch.setattr(SumsOnDevice, "see_what_was_late", lambda sums: None)  # the link keeps up
+    numel = sum(parameter.numel() for parameter in blocks().parameters())
+    of_sum = (2 if narrow else 4) * numel
+    told, learning, elsewhere = started(ROOMY, 3, narrow=narrow), started(ROOMY, narrow=narrow), started(None, narrow=narrow)
+
+    def moved_in(engine: Any, number: int) -> list[int]:
+        found, device = [], accelerator_of(engine)
+        for count in range(COUNTS[number]):
+            before = device.copied_out_nbytes
+            backward(engine, SMALL, 100 * number + count)
+            found.append(device.copied_out_nbytes - before)
+        engine.step()
+        engine.zero_grad()
+        return found
+
+    one = 2 * numel
+    first, at_the_step, under_the_last = [one] * 3, [0] * 3, [0, 0, of_sum]
+    assert [moved_in(told, number) for number in range(5)] == [
+        first, under_the_last, under_the_last, [*under_the_last, one, one], at_the_step,
+    ]  # fmt: skip
+    assert [moved_in(learning, number) for number in range(5)] == [
+        first, at_the_step, under_the_last, [*under_the_last, one, one], at_the_step,
+    ]  # fmt: skip
+    for number in range(5):
+        moved_in(elsewhere, number)
+    assert_same_bits(told.state_dict(), elsewhere.state_dict())
+    assert_same_bits(learning.state_dict(), elsewhere.state_dict())
+
+
+def test_a_link_that_does_not_keep_up_has_the_rest_leave_at_the_step(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it does again: here a third of what leaves under the last backward of one step is late, and of the next nothing."""
+    engine, elsewhere = started(ROOMY, 3), started(None)
+    there, early = sums_on_device_of(engine), []
+
+    class Copy(Settled):
+        """Of a step whose last third is late."""
+
+        def done(self) -> bool:
+            return len(early) != 2 or next(counted) < 2 * len(there._leaving) // 3
+
+    counted: Iterator[int] = itertools.count()
+    see_what_was_late = SumsOnDevice.see_what_was_late
+
+    def seen(sums: SumsOnDevice) -> None:
+        if sums._early_nbytes:
+            early.append(sums._early_nbytes)
+            for _, copied in sums._leaving:
+                copied.wait()
+            sums._leaving = deque((memory, Copy()) for memory, _ in sums._leaving)
+        see_what_was_late(sums)
+
+    monkeypatch.setattr(SumsOnDevice, "see_what_was_late", seen)
+    monkeypatch.setattr(SumsOnDevice, "_settle", lambda sums, *, waits=False: None)
+    for number in range(5):
+        assert_same_bits(step(engine, number, 3), step(elsewhere, number, 3))
+        there._leaving.clear()
+    whole = whole_nbytes(engine)
+    assert early[:2] == [whole, whole] and whole / 2 < early[2] < 3 * whole / 4 and early[2] < early[3] < whole
+    assert_same_bits(engine.state_dict(), elsewhere.state_dict())
+
+
+@pytest.mark.parametrize("narrow", SUMS)
+def test_the_bits_are_those_of_everything_in_memory(started: Any, narrow: bool) -> None:
+    """Where sums stay by the planner's choice or in what is left, and are in the parameters' dtype or in fp32, which differ."""
+    in_memory = {"parameters": "device", "optimizer_states": "device", "narrow": narrow}
+    with pytest.raises(offload.BudgetError) as refusal:
+        started(ROOMY, 3, narrow=narrow, device_memory=1)
+    assert refusal.value.smallest_nbytes is not None
+    least_nbytes = refusal.value.smallest_nbytes
+    planned = started(ROOMY, 3, narrow=narrow, device_memory=4 * least_nbytes)
+    assert any(unit.route.brings_gradients for unit in parts_of(planned).units)
+    engines = (planned, started(ROOMY, 3, narrow=narrow), started(ROOMY, 3, **in_memory))
+    for number, micro_batches in enumerate([3, 4, 1, 3]):
+        losses = [step(engine, number, micro_batches) for engine in engines]
+        assert_same_bits(*losses[:2])
+        assert_same_bits(*losses[1:])
+    assert sums_on_device_of(engines[1]).peak_nbytes > 0
+    states = [engine.state_dict() for engine in engines]
+    assert_same_bits(*states[:2])
+    assert_same_bits(*states[1:])
+    other = started(ROOMY, 3, **(in_memory | {"narrow": not narrow}))
+    for number, micro_batches in enumerate([3, 4, 1, 3]):
+        step(other, number, micro_batches)
+    with pytest.raises(AssertionError):
+        assert_same_bits(other.state_dict(), states[0])
 
 
 def test_a_loop_that_says_so_keeps_them_where_one_that_does_not_has_yet_to_learn(started: Any) -> None:
@@ -176,11 +277,12 @@ def test_sums_are_given_up_as_batches_grow(started: Any) -> None:
     assert_same_bits(engine.state_dict(), elsewhere.state_dict())
 
 
-def test_sums_that_begin_go_when_a_larger_micro_batch_follows(started: Any) -> None:
+@pytest.mark.parametrize("narrow", SUMS)
+def test_sums_that_begin_go_when_a_larger_micro_batch_follows(started: Any, narrow: bool) -> None:
     """Some are on the device, and leave in the middle of a step; the host adds what comes after them."""
     rows = [SMALL, SMALL, LARGE, SMALL]
     sizes = [SMALL, LARGE]
-    elsewhere, engine = started(None), started(least(started, sizes))
+    elsewhere, engine = started(None, narrow=narrow), started(least(started, sizes), narrow=narrow)
     for one in (elsewhere, engine):
         for number in range(2):
             step(one, number, 3)
@@ -254,13 +356,14 @@ CLIPS = (pytest.param(None, id=""), pytest.param(0.01, id="clips"))
 
 
 # What comes between ends the sum, or does not; whether the whole is clipped is decided when it is complete.
+@pytest.mark.parametrize("narrow", SUMS)
 @pytest.mark.parametrize(
     ("between", "clip"), in_turn([reads, saves, measures, evaluates, drops_all, drops_one, freezes, fails], CLIPS)
 )
-def test_between_two_micro_batches(started: Any, tmp_path: Path, between: Any, clip: float | None) -> None:
+def test_between_two_micro_batches(started: Any, tmp_path: Path, between: Any, clip: float | None, narrow: bool) -> None:
     found = []
-    for name, engine in (("there", started(ROOMY, max_grad_norm=clip)), ("here", started(None, max_grad_norm=clip))):
-        said = []
+    for name, nbytes in (("there", ROOMY), ("here", None)):
+        engine, said = started(nbytes, max_grad_norm=clip, narrow=narrow), []
         for number in range(4):
             for count in range(3):
                 backward(engine, SMALL, 10 * number + count)
@@ -274,10 +377,11 @@ def test_between_two_micro_batches(started: Any, tmp_path: Path, between: Any, c
     assert_same_bits(*found)
 
 
-def test_fp16_overflows_and_is_left_out(started: Any) -> None:
+@pytest.mark.parametrize("narrow", SUMS)
+def test_fp16_overflows_and_is_left_out(started: Any, narrow: bool) -> None:
     found = []
     for nbytes in (ROOMY, None):
-        engine = started(nbytes, dtype="fp16", loss_scale="dynamic")
+        engine = started(nbytes, dtype="fp16", loss_scale="dynamic", narrow=narrow)
         engine.loss_scale = 2.0**40
         for number in range(30):
             step(engine, number, 2)
@@ -286,20 +390,21 @@ def test_fp16_overflows_and_is_left_out(started: Any) -> None:
     assert_same_bits(*found)
 
 
+@pytest.mark.parametrize("narrow", SUMS)
 @pytest.mark.parametrize("update", ["auto", "step"])
 @pytest.mark.parametrize("fields", [{}, {"cpu_memory": 3}], ids=["in memory", "spilling"])
 def test_updates_that_begin_in_backward_and_are_undone(
-    started: Any, tmp_path: Path, update: str, fields: dict[str, Any]
+    started: Any, tmp_path: Path, update: str, fields: dict[str, Any], narrow: bool
 ) -> None:
     """On NVMe: a further micro-batch than the last step had comes when updates of the last ones have begun."""
     on_nvme = {"parameters": "nvme", "optimizer_states": "nvme", "nvme": str(tmp_path), "update": update}
     if fields:
         with pytest.raises(offload.BudgetError) as refusal:
-            started(ROOMY, cpu_memory=1, **on_nvme)
+            started(ROOMY, narrow=narrow, cpu_memory=1, **on_nvme)
         fields = {"cpu_memory": refusal.value.smallest_nbytes}
     found = []
     for nbytes in (ROOMY, None):
-        engine = started(nbytes, **on_nvme, **fields)
+        engine = started(nbytes, narrow=narrow, **on_nvme, **fields)
         losses = [step(engine, number, count) for number, count in enumerate([2, 2, 3, 2, 1, 4])]
         found.append((losses, engine.state_dict()))
         if nbytes is not None:

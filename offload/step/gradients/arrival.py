@@ -57,7 +57,7 @@ class GradientArrival:
         narrow_sums: bool = False,
     ) -> None:
         """`transit_buffer_count`: chunks that may lie on the device on their way to the host; 0: nothing goes that way.
-        `narrow_sums`: averages over several ranks are added in the parameters' dtype."""
+        `narrow_sums`: micro-batches are summed in the parameters' dtype."""
         self._chunks, self._timeline, self._narrow_sums = chunks, timeline, narrow_sums
         self.lock = accelerator.lock()
         """Who looks at a chunk's buffer or changes it holds it."""
@@ -77,7 +77,7 @@ class GradientArrival:
         self._kept = {info.index for chunk in chunks if self._is_kept(chunk) for info in chunk.infos}
         """Indices of those whose gradients stay on the device."""
         self.sums_on_device: SumsOnDevice | None = None
-        """Where fp32 sums may stay on the device that belong in host memory."""
+        """Where sums may stay on the device that belong in host memory."""
         if transit_buffer_count:
             leaving = [chunk for chunk in chunks if chunk.route.gradients_in is not Memory.DEVICE]
             squares = self._squares_on_device
@@ -86,8 +86,7 @@ class GradientArrival:
             self._transit = GradientTransit(
                 accelerator, self._reception, squares, leaving, buffer_count=transit_buffer_count, spills=self.spills
             )
-            if not narrow_sums:
-                self.sums_on_device = SumsOnDevice(accelerator, self._reception, squares)
+            self.sums_on_device = SumsOnDevice(accelerator, self._reception, squares, narrow_sums=narrow_sums)
 
     @property
     def _packing_transit(self) -> GradientTransit | None:
@@ -325,6 +324,8 @@ class GradientArrival:
         are summed. `live`: what counts."""
         if self._transit is not None:
             self._transit.leave_all()
+        if self.sums_on_device is not None:
+            self.sums_on_device.see_what_was_late()
         for chunk in self._chunks:
             gradient_of(chunk).settle()
         self._reception.settled()

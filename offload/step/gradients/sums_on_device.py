@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums of micro-batches that stay on the device as long as it has room, of gradients that belong in host memory.
 
-    add      a micro-batch's gradient is stored or added on the device, in fp32: nothing moves, and the host adds nothing
-    leave    the chunk's sum goes to the host in one copy: its update is about to begin, or somebody asks for its value
+    add      a micro-batch's gradient is stored or added on the device: nothing moves, and the host adds nothing
+    leave    the chunk's sum goes to the host in one copy: the backward that is probably the step's last has brought all of it,
+             its update is about to begin, or somebody asks for its value
     limit    other things want the memory: sums leave until so much is left, the one begun first before the others
 
 Of a gradient of which the host has a part nothing is kept here: what is added to what, and in which order, is the same in
@@ -11,6 +12,7 @@ every placement. What left is added to by the host from then on.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,24 +23,30 @@ from offload.device.accelerator import Accelerator
 from offload.device.pending import Pending
 from offload.layout import Piece
 from offload.model.chunk import Chunk
+from offload.planning.route import Memory
 from offload.step.gradients.addition import Addition, cut, take_in
 from offload.step.gradients.reception import PackedPiece, Reception
 from offload.step.gradients.squares_on_device import SquaresOnDevice
 
-_SUM_ITEMSIZE = 4
+_TOLERATED = 1 / 16
+"""Of what leaves under the last backward: what may be on its way yet when that is computed, and what more is tried if nothing
+is."""
 _Part = tuple[Chunk, Piece]
 
 
 @dataclass(slots=True, eq=False)
 class _Sum:
     memory: torch.Tensor
+    dtype: torch.dtype
     pieces: dict[int, Piece] = field(default_factory=dict)
     """By parameter index."""
+    last: set[int] = field(default_factory=set)
+    """Indices of those of which the step's last gradient came, as far as is known."""
 
     @property
     def values(self) -> torch.Tensor:
-        """fp32 [chunk.numel]."""
-        return self.memory.view(torch.float32)
+        """[chunk.numel]."""
+        return self.memory.view(self.dtype)
 
 
 class SumsOnDevice:
@@ -46,16 +54,24 @@ class SumsOnDevice:
     leave are changed under the lock of `ChunkGradients`.
 
     expects_several  whether the coming step is expected to have several micro-batches: else nothing is kept
+    in_last          whether the backward that runs is expected to be the step's last: what it completes leaves under it
     nbytes           that it takes now; `peak_nbytes`: that it took at most
     """
 
-    def __init__(self, accelerator: Accelerator, reception: Reception, squares: SquaresOnDevice) -> None:
+    def __init__(
+        self, accelerator: Accelerator, reception: Reception, squares: SquaresOnDevice, *, narrow_sums: bool = False
+    ) -> None:
+        """`narrow_sums`: they are in the parameters' dtype, else in fp32."""
         self._accelerator, self._reception, self._squares = accelerator, reception, squares
+        self._narrow_sums = narrow_sums
         self._sums: dict[Chunk, _Sum] = {}
         """The one begun first, first."""
         self._leaving: deque[tuple[torch.Tensor, Pending]] = deque()
-        self._limit_nbytes = 0
-        self.expects_several = False
+        self._limit_nbytes = self._early_nbytes = 0
+        """`_early_nbytes`: that left under the last backward."""
+        self._in_time_nbytes = self._expected_in_time_nbytes = math.inf
+        """As many may leave under that: what the link moves meanwhile, as it was last seen; what was told of it beforehand."""
+        self.expects_several = self.in_last = False
         self.nbytes = self.peak_nbytes = 0
 
     def take(self, pieces: Sequence[_Part], source: torch.Tensor, addition: Addition) -> list[list[_Part]]:
@@ -85,14 +101,48 @@ class SumsOnDevice:
         if piece.numel:
             target, squares = known.values[chunk.part(piece)], self._squares.part(index, chunk.index)
             take_in(target, cut(source, piece), piece.start, addition, chunk.flat.dtype, squares)
+        if not self.in_last:
+            self._early_nbytes = 0
+            return True
+        known.last.add(index)
+        # What may be spilled waits for a buffer, which an update may have yet.
+        if len(known.last) == len(chunk.pieces) and chunk.route.gradients_in is Memory.HOST:
+            self._leave_early(chunk, known.memory.nbytes)
         return True
 
+    def _leave_early(self, chunk: Chunk, nbytes: int) -> None:
+        """Unless the link does not keep up. What stays leaves at the step in the order of the next forward, which does not wait
+        for all of it then."""
+        if not self._early_nbytes or self._early_nbytes + nbytes <= self._in_time_nbytes:
+            self._early_nbytes += nbytes
+            self.leave(chunk)
+
+    def expect_in_time(self, nbytes: float) -> None:
+        """The link moves so many while a backward is computed."""
+        self._in_time_nbytes = self._expected_in_time_nbytes = nbytes
+
+    def see_what_was_late(self) -> None:
+        """Wait until the device has computed what it was given: what the link moved until then may leave early in the next
+        step."""
+        early, self._early_nbytes = self._early_nbytes, 0
+        if not early:
+            return
+        self._accelerator.mark().wait()
+        late = sum(memory.nbytes for memory, copied in self._leaving if not copied.done())
+        if not late:
+            chunk_nbytes = self._leaving[-1][0].nbytes if self._leaving else 0
+            more = max(self._in_time_nbytes, early * (1 + _TOLERATED) + chunk_nbytes)
+            self._in_time_nbytes = min(more, self._expected_in_time_nbytes)
+        elif late > early * _TOLERATED:
+            self._in_time_nbytes = early - late
+
     def _begun(self, chunk: Chunk) -> _Sum | None:
-        nbytes = chunk.numel * _SUM_ITEMSIZE
+        dtype = chunk.flat.dtype if self._narrow_sums else torch.float32
+        nbytes = chunk.numel * dtype.itemsize
         self._settle()
         if self.nbytes + nbytes > self._limit_nbytes:
             return None
-        made = self._sums[chunk] = _Sum(self._accelerator.memory(nbytes))
+        made = self._sums[chunk] = _Sum(self._accelerator.memory(nbytes), dtype)
         self.nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         return made
@@ -100,7 +150,10 @@ class SumsOnDevice:
     def forget(self, chunk: Chunk, parameter_index: int) -> None:
         """The gradient of that parameter is dropped."""
         known = self._sums.get(chunk)
-        if known is not None and known.pieces.pop(parameter_index, None) is not None and not known.pieces:
+        if known is None or known.pieces.pop(parameter_index, None) is None:
+            return
+        known.last.discard(parameter_index)
+        if not known.pieces:
             del self._sums[chunk]
             self.nbytes -= known.memory.nbytes
 

@@ -42,6 +42,7 @@ class ModelEvents:
             left_out = machine.take_left_out()
             self._residency.micro_batch_begins(left_out)
             self._speculation.micro_batch_begins(left_out)
+            self._parameter_gradients.micro_batches.micro_batch_begins(left_out)
         self._residency.forward_begins(unit, inputs, recorded=recorded)
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
