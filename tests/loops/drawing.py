@@ -115,6 +115,11 @@ def _models(ranks: int) -> st.SearchStrategy[Model]:
     )
 
 
+def _wide_models(ranks: int) -> st.SearchStrategy[Model]:
+    narrow = st.sampled_from([False, False, True])
+    return st.builds(lambda model, narrow: replace(model, narrow_sums=narrow), _models(ranks), narrow)
+
+
 _setups = st.builds(
     Setup,
     parameters=st.sampled_from(PLACES),
@@ -147,7 +152,7 @@ _wide_setups = st.builds(
 
 def programs(ranks: int = 1, *, widely: bool = False) -> st.SearchStrategy[Program]:
     """Programs of that many ranks. `widely`: also marked units, micro-batches that the script tells of, devices of a stated
-    size, which something else fills, and single parameters that are frozen."""
+    size, which something else fills, single parameters that are frozen, and narrow sums."""
 
     def settled(setup: Setup) -> Setup:
         if ranks > 1 and setup.fault == "flip" and setup.strikes in ("any", "checkpoints"):
@@ -163,7 +168,7 @@ def programs(ranks: int = 1, *, widely: bool = False) -> st.SearchStrategy[Progr
         made,
         st.sampled_from([False, ranks > 1]),
         st.lists(_wide_operations if widely else operations, min_size=FEWEST, max_size=MOST),
-        model=_models(ranks),
+        model=_wide_models(ranks) if widely else _models(ranks),
         setups=st.lists((_wide_setups if widely else _setups).map(settled), min_size=1, max_size=2).map(tuple),
     )
     return st.builds(_accumulating, drawn, st.sampled_from([False, False, True])) if widely else drawn

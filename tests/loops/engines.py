@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import offload
+from offload.config import with_internal_settings
 from offload.device.deferred import DeferredAccelerator
 from tests.inside import accelerator_of
 from tests.small_sizes import small
@@ -79,13 +80,16 @@ class EnginePlayer(Player):
             self._all_nbytes = _BUFFERS_NBYTES + 4 * sum(one.numel() for one in self.made(None)[0].parameters())
             self._patch.setenv("OFFLOAD_DEVICE_NBYTES", str(int((setup.room + on_device) * self._all_nbytes)))
         self.drives.connect(setup, self.ranks[0], self.program.ranks)
-        config = offload.Config(**self._fields(setup)).expecting(setup.expects)
+        config = self._expecting(offload.Config(**self._fields(setup)), setup)
         self.model, optimizer = self.made(state)
         mark(self.model, setup.marked)
         self._crowd_nbytes = 0
         self.engine = offload.initialize(self.model, optimizer, config)
         self.optimizer = self.engine.optimizer
         self._beside = None
+
+    def _expecting(self, config: offload.Config, setup: Setup) -> offload.Config:
+        return with_internal_settings(config.expecting(setup.expects), sums_are_narrow=self.program.model.narrow_sums)
 
     def _fields(self, setup: Setup) -> dict[str, Any]:
         spec = self.program.model
@@ -106,7 +110,7 @@ class EnginePlayer(Player):
         def attempt(config: offload.Config) -> None:
             model, optimizer = self.made(None)
             mark(model, setup.marked)
-            offload.initialize(model, optimizer, config.expecting(setup.expects)).close()
+            offload.initialize(model, optimizer, self._expecting(config, setup)).close()
 
         for field, factor in (("device_memory", setup.on_device), ("cpu_memory", setup.memory)):
             least = smallest(attempt, field, fields) if factor is not None else None

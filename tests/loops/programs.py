@@ -29,6 +29,7 @@ class Model:
     checkpointing  of every block's activations: "", "reentrant" or "plain"
     dtype          of Config; None: the parameters' own
     all_in_groups  the optimizer has what is frozen at the start too
+    narrow_sums    micro-batches are summed in the parameters' dtype
     """
 
     width: int = 4
@@ -44,6 +45,7 @@ class Model:
     all_in_groups: bool = False
     max_grad_norm: float | None = None
     loss_scale: str | None = None
+    narrow_sums: bool = False
 
     __repr__ = _shown
 

@@ -32,6 +32,7 @@ def test_what_the_engine_has_is_drawn() -> None:
         sums = first.accelerator == "deferred" and "device" not in (first.parameters, first.states)
         several = [one for one in program.operations if one.values.get("micro", 1) > 1 or one.values.get("sync") is False]
         found["expects several"] += first.expects > 1
+        found["narrow sums on a device"] += bool(sums and several and program.model.narrow_sums)
         found["marked"] += first.marked != ""
         found["sums on a device without a budget"] += bool(sums and several and first.room and first.on_device is None)
         found["sums within a budget of a device"] += bool(sums and several and first.on_device)
