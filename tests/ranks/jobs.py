@@ -151,8 +151,10 @@ def train(
     seed: int = 0,
     mesh: list[int] | None = None,
     average: str = "fp32",
+    sums_on_device: bool = False,
 ) -> dict[str, Any]:
-    """Each rank trains on batches of its own; returns losses, a digest of all weights, and the last norm."""
+    """Each rank trains on batches of its own; returns losses, a digest of all weights, and the last norm. `sums_on_device`: the
+    engine is told of the micro-batches, and plans to sum gradients on the device that are updated on the host."""
     rank, world = place()
     os.environ["OFFLOAD_AVERAGE"] = average
     with accelerator_of(accelerator, seed):
@@ -160,7 +162,9 @@ def train(
         arranged = None
         if mesh is not None:
             arranged = dist.init_device_mesh("cpu", tuple(mesh), mesh_dim_names=("replicate", "shard")[-len(mesh) :])
-        with offload.initialize(built, adamw(built), offload.Config(**fields), mesh=arranged) as engine:
+        config = offload.Config(**fields).expecting(micro if sums_on_device else 1)
+        with offload.initialize(built, adamw(built), config, mesh=arranged) as engine:
+            assert not sums_on_device or any(unit.route.brings_gradients for unit in parts_of(engine).units)
             batches = byte_batches(steps * micro * world)
             losses = []
             for step in range(steps):

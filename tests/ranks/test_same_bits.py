@@ -171,6 +171,19 @@ def test_averages_in_the_compute_dtype(pair: Crew, tmp_path: Path) -> None:
     assert usual != rounded
 
 
+def test_sums_of_micro_batches_on_the_device(pair: Crew, tmp_path: Path) -> None:
+    """Averages are added up there, and cross once to where the host updates."""
+    for dtype in ("fp32", "bf16"):
+        options = {"dtype": dtype, "max_grad_norm": 1.0}
+        cases = [
+            fields(stage, "cpu" if stage == 3 else "device", "cpu", tmp_path, device_memory="700KiB", **options)
+            for stage in (0, 1, 2, 3)
+        ]
+        run = {"steps": 2, "micro": 3, "syncs": True}
+        found = same_on_all(pair, cases, accelerator="deferred", sums_on_device=True, **run)
+        assert found == pair.do("train", fields=fields(0, "device", "device", tmp_path, **options), **run)
+
+
 def test_a_part_of_the_states_on_the_device(pair: Crew, tmp_path: Path) -> None:
     """Parameters, gradients or records of some units, as far as the budget reaches; fp32 records then differ in kind."""
     for dtype in ("fp32", "bf16"):
