@@ -63,6 +63,20 @@ def nvme_rates(folder: str) -> dict[str, float]:
     return {"read": read, "write": write, "both": both}
 
 
+class Rates:
+    """Of memory and drive, measured before and after what they are beside: the better of both, since a drive that others share
+    changes its rate while a case runs, and a floor is what a step cannot be shorter than."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._memory, self._nvme = memory_rate(), nvme_rates(folder)
+
+    def now(self) -> dict[str, Any]:
+        """Of what ran since the last time."""
+        before, self._nvme = self._nvme, nvme_rates(self._folder)
+        return {"memory": self._memory, "nvme": {key: max(rate, self._nvme[key]) for key, rate in before.items()}}
+
+
 def on_drive(read: float, written: float, nvme: dict[str, float]) -> float:
     """Seconds at the measured rates: what goes both ways at once, and the rest of one way."""
     both = min(read, written)

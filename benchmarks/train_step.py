@@ -8,7 +8,7 @@
 GPT-2-shaped models, one sequence of 128 tokens (64 from 1B on, and at 125M again so that steps of the same tokens can be
 compared for each parameter; 128 at 1B too, for its memory), fp32, gradient norm clipped to 1.0. Every case is a process of its
 own, so its peak resident size (VmHWM) is its own; the ratios are to plain PyTorch with fused AdamW on the same model where it
-fits. Beside each step stands the floor: the largest of compute, memory and NVMe time at rates measured in the same run; where
+fits. Beside each step stands the floor: the largest of compute, memory and NVMe time at rates measured beside it; where
 updates wait for the norm, also what these take in the order that this asks for (step_floor.py); for each link the share of its
 work that was hidden, from the engine's own timeline; and the seconds of processor time by kind (cpu_kinds.py). Rows in bf16
 have the formats of states beside each other, with the bytes that a parameter takes on the way to the drive and back by formula.
@@ -29,7 +29,7 @@ from typing import Any
 
 from cpu_kinds import CpuSeconds
 from machine import describe_machine, status_nbytes
-from step_floor import Compute, drive_nbytes, in_parts, memory_nbytes, memory_rate, nvme_rates, on_drive, record_nbytes
+from step_floor import Compute, Rates, drive_nbytes, in_parts, memory_nbytes, on_drive, record_nbytes
 
 SHAPES = {
     "tiny": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128},
@@ -254,7 +254,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 
 
-def compare(options: argparse.Namespace, folder: str, rates: dict[str, Any]) -> list[dict[str, Any]]:
+def compare(options: argparse.Namespace, folder: str, rates: Rates) -> list[dict[str, Any]]:
     """A result for every shape and case."""
     compute, results = Compute(child), []
     for shape in options.shapes.split(";"):
@@ -266,7 +266,7 @@ def compare(options: argparse.Namespace, folder: str, rates: dict[str, Any]) -> 
                     continue
                 result = peer(options.deepspeed_python, common, case)
             else:
-                result = finished(child({**common, "case": case}), compute, common, rates)
+                result = finished(child({**common, "case": case}), compute, common, rates.now())
             if "median_seconds" in result:
                 plain = result["median_seconds"] if case == "plain" else plain
                 result["ratio_to_plain"] = result["median_seconds"] / plain if plain else None
@@ -294,7 +294,7 @@ def in_order(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(results, key=lambda one: (shapes.index(one["shape"]), cases.index(one["case"])))
 
 
-def sweep(options: argparse.Namespace, folder: str, rates: dict[str, Any]) -> list[dict[str, Any]]:
+def sweep(options: argparse.Namespace, folder: str, rates: Rates) -> list[dict[str, Any]]:
     """The step of the first shape on NVMe, for `cpu_memory` from the smallest to what keeps everything."""
     compute, results = Compute(child), []
     common = {"shape": options.shapes.split(";")[0], "steps": options.steps, "nvme": folder, "case": "nvme"}
@@ -304,7 +304,7 @@ def sweep(options: argparse.Namespace, folder: str, rates: dict[str, Any]) -> li
         budget = limits["smallest"] + int(share * (limits["everything"] - limits["smallest"]))
         result = child({**common, "overrides": {"cpu_memory": budget}})
         result["cpu_memory"] = budget
-        results.append(finished(result, compute, {**common, "overrides": {}}, rates))
+        results.append(finished(result, compute, {**common, "overrides": {}}, rates.now()))
         print(f"{budget / 2**30:6.2f} GiB {row(results[-1])}", flush=True)
     assert len({json.dumps(result["losses"]) for result in results}) == 1, "a budget changed the losses"
     return results
@@ -332,8 +332,9 @@ def main() -> None:
     parser.add_argument("--deepspeed-python", help="an interpreter that has DeepSpeed")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.nvme or ".", prefix="bench-") as folder:
-        rates = {"memory": memory_rate(), "nvme": nvme_rates(folder)}
-        results = sweep(options, folder, rates) if options.memory_sweep else compare(options, folder, rates)
+        measured = Rates(folder)
+        results = sweep(options, folder, measured) if options.memory_sweep else compare(options, folder, measured)
+        rates = measured.now()
     report = {"machine": describe_machine(), "rates": rates, "batch": 1, "clip": CLIP, "results": results}
     if options.out is not None:
         if options.out.exists() and not options.memory_sweep:
