@@ -64,8 +64,8 @@ def nvme_rates(folder: str) -> dict[str, float]:
 
 
 class Rates:
-    """Of memory and drive, measured before and after what they are beside: the better of both, since a drive that others share
-    changes its rate while a case runs, and a floor is what a step cannot be shorter than."""
+    """Of memory, measured once, and of the drive, before and after what it is beside: the better of both, since a drive that
+    others share changes its rate while a case runs, and a floor is what a step cannot be shorter than."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

@@ -148,11 +148,11 @@ class GradientBuffers:
             state.lease = self._retaining_lease(state, dtype, freed_count)
             view = state.lease.tensor
             self._order.put(state)
-            state.buffer = view[: state.chunk.numel * dtype.itemsize].view(dtype)
+            state.buffer = _values_in(view, state, dtype)
             return state.buffer
         known = self._views.get((state, dtype))
         if known is None or known[0] is not view:
-            known = self._views[state, dtype] = view, view[: state.chunk.numel * dtype.itemsize].view(dtype)
+            known = self._views[state, dtype] = view, _values_in(view, state, dtype)
         state.buffer = known[1]
         return state.buffer
 
@@ -167,15 +167,13 @@ class GradientBuffers:
 
     def hold(self, state: ChunkGradient) -> None:
         """`expect` of what an update is about to read that began before the others."""
-        left, dtype = state.spilled_from, state.spilled
-        lease = self._pool.take_again(left) if left is not None and dtype is not None else None
-        if lease is not None and dtype is not None:
-            state.buffer, state.lease = lease.tensor[: state.chunk.numel * dtype.itemsize].view(dtype), lease
-            state.spilled = state.spilled_from = None
-            self._stored.add(state)
-            self._order.put(state)
-        else:
+        lease = self._pool.take_again(state.spilled_from) if state.spilled_from is not None else None
+        if lease is None:
             self.expect(state)
+            return
+        self._lies_in(state, lease)
+        self._stored.add(state)
+        self._order.put(state)
 
     # ---- for updates ---------------------------------------------------------------------------------------------
 
@@ -304,9 +302,19 @@ class GradientBuffers:
             state.transfer.wait()
         store, extents = _place(state, state.spilled)
         state.transfer = _moved(partial(store.read, priority=Priority.STATE), extents, lease.tensor)
-        state.lease = lease
-        state.buffer = lease.tensor[: state.chunk.numel * state.spilled.itemsize].view(state.spilled)
+        self._lies_in(state, lease)
+
+    @staticmethod
+    def _lies_in(state: ChunkGradient, lease: Lease) -> None:
+        """What was spilled lies in that buffer again, or will."""
+        assert state.spilled is not None, "a chunk that is not spilled was given a buffer for what was"
+        state.buffer, state.lease = _values_in(lease.tensor, state, state.spilled), lease
         state.spilled = state.spilled_from = None
+
+
+def _values_in(memory: torch.Tensor, state: ChunkGradient, dtype: torch.dtype) -> torch.Tensor:
+    """[chunk.numel], at the begin of `memory`."""
+    return memory[: state.chunk.numel * dtype.itemsize].view(dtype)
 
 
 def _dtype(state: ChunkGradient, *, wide: bool) -> torch.dtype:
