@@ -52,8 +52,9 @@ class Config:
     nvme              a folder, or several on different drives (then striped); needed for "nvme"
     device_memory     the most bytes that the engine may hold on the device: parameters, gradients and states; activations are
                       the model's own. All of it is used: what may lie further away stays on the device as far as this reaches.
-                      None: one unit in use and `prefetch` more. A device with a memory of its own then also keeps fetched
-                      units in what the model leaves free, less a tenth
+                      None: on one rank and a device with a memory of its own, what the model leaves free, less a tenth, as it
+                      is seen at every use of a unit: fetched units stay there, then gradients, then records, with which units
+                      are updated there. Else one unit in use and `prefetch` more
     cpu_memory        the most bytes of host memory that the engine may hold. All of it is used before NVMe. None: the least
                       that the placements need
     dtype             what forward and backward run in: "bf16", "fp16", "fp32"; None: the parameters' own dtypes, as

@@ -311,10 +311,10 @@ def room_of(machine: Machine, rank_count: int) -> dict[str, float]:
 
 
 def _of_the_engine(stats: dict[str, Any], tier: str) -> int:
-    """What it holds there at most: as planned, and the units that stay in what is left."""
+    """What it holds there at most: as planned, and the units that stay, and the records that visit, in what is left."""
     planned = sum(line["nbytes"] for line in stats["planned"] if line["tier"] == tier)
     in_use = sum(line["nbytes"] for line in stats["planned"] if (line["tier"], line["purpose"]) == (tier, _IN_USE))
-    return int(planned + max(stats["resident_peak_nbytes"] - in_use, 0))
+    return int(planned + max(stats["resident_peak_nbytes"] - in_use, 0) + stats["visiting_peak_nbytes"])
 
 
 def refused(error: BudgetError) -> Forecast:

@@ -13,6 +13,7 @@ def statistics(taken: TakenModel) -> dict[str, Any]:
     """See `Engine.stats`; the seconds and links since the last call."""
     parts, training = taken.parts, taken.training
     reading = taken.links.take()
+    visiting = parts.updates.visiting if parts.updates is not None else None
     return {
         "steps": training.step_count,
         "skipped_steps": training.loss_scale.skipped_step_count,
@@ -34,6 +35,8 @@ def statistics(taken: TakenModel) -> dict[str, Any]:
         "host_peak_nbytes": parts.ledger.peak_nbytes,
         "resident_capacity_nbytes": parts.residency.room.capacity_nbytes,
         "resident_peak_nbytes": parts.residency.room.peak_resident_nbytes,
+        "visiting_nbytes": visiting.nbytes if visiting is not None else 0,
+        "visiting_peak_nbytes": visiting.peak_nbytes if visiting is not None else 0,
         "device_peak_nbytes": parts.accelerator.peak_nbytes(),
         "io": reading.io,
         "io_backend": parts.backend.name if parts.backend is not None else None,

@@ -17,6 +17,7 @@ from offload.device.device_memory import MemoryUse
 from offload.device.lane import HostLane
 from offload.device.pending import Pending
 from offload.planning import placement
+from offload.step.updates.records_on_device import RecordsOnDevice
 
 
 def says_it_has(patch: pytest.MonkeyPatch, nbytes: int, kind: type[Accelerator] = DeferredAccelerator) -> None:
@@ -31,6 +32,11 @@ def says_it_has(patch: pytest.MonkeyPatch, nbytes: int, kind: type[Accelerator] 
         return type(inner.__name__, (inner,), {"memory_use": memory_use})
 
     computed_on(patch, kind, made)
+
+
+def records_stay_home(patch: pytest.MonkeyPatch) -> None:
+    """Whatever room the device has: for tests of what stays there besides, which such a unit's parameters and gradients do."""
+    patch.setattr(RecordsOnDevice, "may_come", lambda records, unit, spare_nbytes: False)
 
 
 class _Around:

@@ -11,6 +11,7 @@ from offload.planning.placement import Placement
 from offload.step.components import Components
 from offload.step.gradients.sums_on_device import SumsOnDevice
 from offload.step.residency.residency import Residency
+from offload.step.updates.records_on_device import RecordsOnDevice
 
 
 def parts_of(engine: Engine) -> Components:
@@ -43,6 +44,13 @@ def sums_on_device_of(engine: Engine) -> SumsOnDevice:
     gradients = parts_of(engine).gradients
     assert gradients is not None and gradients.sums_on_device is not None
     return gradients.sums_on_device
+
+
+def records_on_device_of(engine: Engine) -> RecordsOnDevice:
+    """What visits there."""
+    updates = parts_of(engine).updates
+    assert updates is not None and updates.visiting is not None
+    return updates.visiting
 
 
 def residency_of(engine: Engine) -> Residency:

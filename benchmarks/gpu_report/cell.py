@@ -60,6 +60,12 @@ def _limit_nbytes(limit_gib: float | None) -> float | None:
     return min(total, limit_gib * 2**30) if limit_gib is not None else total
 
 
+def _visiting_share(stats: dict[str, Any]) -> float:
+    """Of the records, what is on the device between steps in what the model leaves: nothing of such units moves."""
+    records = sum(line["nbytes"] for line in stats.get("planned", ()) if line["purpose"].startswith("optimizer states"))
+    return min(stats["visiting_nbytes"] / records, 1.0) if records else 0.0
+
+
 def _measure(contender: Contender, shape: Shape, micro_batch: int, steps: int, device: torch.device) -> dict[str, Any]:
     per_step = contender.micro_batches_per_step
     tokens = [batch.to(device) for batch in batches(shape, micro_batch, (WARM_STEPS + steps) * per_step)]
@@ -83,6 +89,7 @@ def _measure(contender: Contender, shape: Shape, micro_batch: int, steps: int, d
         "reserved_device_nbytes": torch.cuda.max_memory_reserved() if device.type == "cuda" else None,
         "peak_host_nbytes": status_nbytes("VmHWM"),
         "losses": [loss.item() for loss in losses],
+        "visiting_share": _visiting_share(contender.stats()),
     }
 
 

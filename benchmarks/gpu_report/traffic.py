@@ -45,7 +45,8 @@ class Traffic:
 def floor(cell: dict[str, Any], batch: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
     """Seconds that each part needs at least for one step; the largest is the floor.
 
-    "host memory" is shared by all that use it: both links, the update, the drive. What was not measured has no term.
+    "host memory" is shared by all that use it: both links, the update, the drive. What was not measured has no term. Of units
+    whose records visit the device nothing moves, and the device makes their updates.
     """
     shape = SHAPES[cell["model"]]
     tokens = batch["micro_batch"] * shape.sequence * cell.get("micro_batches_per_step", 1)
@@ -63,9 +64,10 @@ def floor(cell: dict[str, Any], batch: dict[str, Any], rates: dict[str, Any]) ->
             "nvme read": (moved["nvme_read"], (rates.get("nvme") or {}).get("read")),
             "nvme write": (moved["nvme_write"], (rates.get("nvme") or {}).get("write")),
         }
-        terms |= {name: nbytes * shape.numel / rate for name, (nbytes, rate) in seconds.items() if rate and nbytes}
+        numel = shape.numel * (1.0 - batch.get("visiting_share", 0.0))
+        terms |= {name: nbytes * numel / rate for name, (nbytes, rate) in seconds.items() if rate and nbytes}
         if moved["state_format"] is not None:
-            terms["cpu adam"] = shape.numel / rates["cpu_adam_numel"][moved["state_format"]]
+            terms["cpu adam"] = numel / rates["cpu_adam_numel"][moved["state_format"]]
     bound = max(terms, key=lambda name: terms[name])
     return {
         "floor_seconds": terms[bound],

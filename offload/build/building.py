@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -34,6 +35,7 @@ from offload.step.residency.fetching import DirectFetcher, Fetcher, StagedFetche
 from offload.step.residency.residency import Residency
 from offload.step.residency.room import Room
 from offload.step.timeline import Timeline
+from offload.step.updates.records_on_device import RecordsOnDevice
 from offload.step.updates.tools import UpdateTools
 from offload.step.updates.update import Updates
 from offload.tiers.memory import MemoryLedger
@@ -106,6 +108,7 @@ class Building:
             chunks = [chunk for chunk, _, _ in trained]
             gradients = self._gradients(chunks, pool, timeline, averaged=of_ranks.averages_gradients)
             tools = UpdateTools(accelerator, pool, records, parameter_store, timeline)
+            tools = replace(tools, visiting=self._visiting(tools, gradients, units))
             updates = of_ranks.updates(tools, gradients, self._routes)
             self._made.extend((gradients, updates))
         own_fetcher = self._fetcher(parameter_store, pool, updates)
@@ -114,7 +117,8 @@ class Building:
         self._made.extend(of_ranks.attend(parameter_store, updates))
         sums = gradients.sums_on_device if gradients is not None else None
         nbytes, activations = placement.unit_capacity_nbytes or 0, self._activation_memory()
-        room = Room(nbytes, activations, sums, is_fixed=placement.bounds_units)
+        visiting = updates.visiting if updates is not None else None
+        room = Room(nbytes, activations, sums, visiting, is_fixed=placement.bounds_units)
         residency = Residency(
             units, fetcher, updates,
             trace=expected.trace, room=room, prefetch=placement.prefetch,
@@ -130,12 +134,23 @@ class Building:
 
     # ---- units ---------------------------------------------------------------------------------------------------
 
-    def _activation_memory(self) -> ActivationMemory | None:
-        """What follows the device's own memory where no budget bounds it. Several ranks, which fetch together, stay with the
-        least."""
+    @property
+    def _follows_activations(self) -> bool:
+        """Whether what the device has left is followed, as no budget bounds it. Several ranks, which fetch together, stay with
+        the least."""
         is_open = not self._placement.bounds_units and self._ranks.world_size == 1
-        follows = self._accelerator.memory_use() is not None and is_open
-        return ActivationMemory(self._accelerator) if follows and any(route.has_store for route in self._routes) else None
+        return self._accelerator.memory_use() is not None and is_open
+
+    def _activation_memory(self) -> ActivationMemory | None:
+        might_come = any(route.has_store or route.update_in is Memory.HOST for route in self._routes)
+        return ActivationMemory(self._accelerator) if self._follows_activations and might_come else None
+
+    def _visiting(self, tools: UpdateTools, gradients: ChunkGradients, units: Sequence[Unit]) -> RecordsOnDevice | None:
+        """For units whose updates the host makes."""
+        own = [unit for unit in units if unit.trained_chunks and unit.route.update_in is Memory.HOST]
+        if not self._follows_activations or gradients.sums_on_device is None or not own:
+            return None
+        return RecordsOnDevice(tools, gradients, own)
 
     def _unit(self, modules: list[nn.Module], layout: UnitLayout, infos: list[ParameterInfo]) -> Unit:
         by_index, route = {info.index: info for info in infos}, self._routes[layout.index]

@@ -70,9 +70,10 @@ class Checkpointing:
         """See `Engine.save_checkpoint`."""
         self._training.check()
         path, client = self._agreed(lambda: self._checked(dir, client_state, keep_last, leave_gradients), without_frozen)
-        if leave_gradients or not self.saver.follows_updates:
-            with self._training.failures():
+        with self._training.failures():
+            if leave_gradients or not self.saver.follows_updates:
                 self._training.settle()
+            self._training.bring_records_home()
         manifest = self._manifest(client)
         manifest.without_frozen = without_frozen
         return self.saver.save(path, manifest, keep_last, wait=wait)

@@ -224,12 +224,13 @@ class Accelerator(ABC):
 
     # ---- memory --------------------------------------------------------------------------------------------------
 
-    def pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
-        """Register host memory that nobody has written to yet for direct copies; returns what undoes it.
+    def pin(self, address: int, nbytes: int, *, is_written: bool = False) -> Callable[[], None] | None:
+        """Register host memory for direct copies; returns what undoes it. `is_written`: what is there stays; else nobody has
+        written to it yet.
 
         None: the device knows no such thing, or the system refused (which is said once, and only slower).
         """
-        del address, nbytes
+        del address, nbytes, is_written
         return None
 
     def about_to_allocate(self, nbytes: int) -> None:  # noqa: B027 - most allocators reuse what is freed

@@ -235,9 +235,10 @@ class CudaAccelerator(Accelerator):
         del waits_for_io, waits_for_ranks
         return ThreadLane(name, begin=lambda: torch.cuda.set_device(self.device), told=LaneRow(name, self.recorder))
 
-    def pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
+    def pin(self, address: int, nbytes: int, *, is_written: bool = False) -> Callable[[], None] | None:
         cudart: Any = torch.cuda.cudart()
-        populate(address, nbytes)
+        if not is_written:
+            populate(address, nbytes)
         with torch.cuda.device(self.device):
             status = int(cudart.cudaHostRegister(address, nbytes, 0))
         if status == _ALREADY_REGISTERED:
@@ -286,9 +287,12 @@ class CudaAccelerator(Accelerator):
 
     def _free_to_allocator(self, counts: dict[str, Any] | None) -> int:
         """What the allocator has, in tensors or kept for the next, and what the driver would give it: libraries and other
-        processes have the rest."""
+        processes have the rest. No more than the process may have (`torch.cuda.set_per_process_memory_fraction`)."""
         kept = counts["reserved_bytes"]["all"]["current"] if counts is not None else 0
-        return int(torch.cuda.mem_get_info(self.device)[0]) + int(kept)
+        free_nbytes, all_nbytes = torch.cuda.mem_get_info(self.device)
+        share_of = getattr(torch._C, "_cuda_getMemoryFraction", None)  # a torch before 2.8 does not say it
+        allowed_nbytes = all_nbytes if share_of is None else int(share_of(self.device.index) * all_nbytes)
+        return min(int(free_nbytes) + int(kept), int(allowed_nbytes))
 
     def peak_nbytes(self) -> int | None:
         counts = self._counts()

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from offload.device.accelerator import Accelerator, UnitMemory
@@ -109,7 +109,8 @@ class DeferredAccelerator(Accelerator):
         return _PoisonedMemory(nbytes, self._memory)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        made = super().memory(nbytes)
+        with _disable_current_modes():  # else it is counted twice
+            made = super().memory(nbytes)
         self._memory.hold(made)
         return made
 

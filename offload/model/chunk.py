@@ -38,6 +38,8 @@ class Place:
     write    its last write, until somebody saw it end. Every read and every further write comes after it
     fetch    a read of it into its flat, until somebody saw it end
     copy     an H2D copy from where it lies in the store: who writes there in place waits for it
+    behind   what it holds is newer on the device, and comes home as soon as somebody asks the store for it. Written by who has
+             it there
     """
 
     store: Store | None = None
@@ -47,6 +49,7 @@ class Place:
     write: Pending | None = None
     fetch: Pending | None = None
     copy: Pending | None = None
+    behind: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +115,7 @@ class Chunk:
     """A chunk of a flat. Made once, with its flat; two of them are the same chunk only if they are the same object.
 
     gradient    None where the chunk is not trained
+    visiting    its record, uint8, while that lies on the device. Written by `RecordsOnDevice`
     record_path how its update gets at its record. Written by the `RecordStore` when it is made
     step_table  what the native step of the chunk is told, made at its first. Written by `ChunkArithmetic` on the
                 update's lane
@@ -124,6 +128,7 @@ class Chunk:
     record: Place = field(default_factory=Place)
     record_path: RecordPath = RecordPath.IN_PLACE
     gradient: ChunkGradient | None = None
+    visiting: torch.Tensor | None = None
     step_table: StepTable | None = None
     index: int = field(init=False)
     """Among the chunks of its flat."""

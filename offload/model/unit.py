@@ -183,6 +183,11 @@ class Unit:
         return [info for info in self.open_parameters if info.was_written]
 
     @property
+    def records_visit(self) -> bool:
+        """Whether its records are on the device, their homes behind."""
+        return bool(self.trained_chunks) and self.trained_chunks[0].visiting is not None
+
+    @property
     def name(self) -> str:
         return self.layout.name or "(root)"
 

@@ -21,6 +21,7 @@ from offload.device.pending import Pending
 from offload.layout import Piece
 from offload.model.chunk import Chunk
 from offload.model.flat import ParameterInfo
+from offload.planning.route import Memory
 from offload.ranks.rendezvous import Request
 from offload.tiers.staging import Lease
 
@@ -94,6 +95,7 @@ class UnitUpdate:
 
     chunks     in order
     run        what the lane does for it
+    memory     in which it computes: that of the unit's route, or the device's, where its records visit (`RecordsOnDevice`)
     job        settles when the lane is done with all of them; None: the lane does not have it yet
     published  what use of the new values waits for beyond that
     spreading  where parameters are whole on every rank and each updates its shard: brings the others'
@@ -101,6 +103,7 @@ class UnitUpdate:
 
     chunks: Sequence[ChunkUpdate]
     run: Job
+    memory: Memory
     job: Pending | None = None
     published: list[Pending] = field(default_factory=list)
     spreading: Request | None = None

@@ -82,6 +82,8 @@ class ChunkStore(ABC):
         self._lock = threading.Lock()
         self._writing: dict[Chunk, Pending] = {}
         """Writes whose end nobody has seen yet, oldest first."""
+        self.bring_home: Callable[[Chunk], None] | None = None
+        """Of what is newer on the device (`Place.behind`)."""
 
     @staticmethod
     @abstractmethod
@@ -170,8 +172,12 @@ class ChunkStore(ABC):
         _turn(place)
 
     def settle_write(self, chunk: Chunk) -> None:
-        """Wait for the chunk's last write, if one is in flight; raise its failure."""
-        pending = self._place(chunk).write
+        """Have here what is newer on the device. Wait for the chunk's last write, if one is in flight; raise its failure."""
+        place = self._place(chunk)
+        if place.behind:
+            assert self.bring_home is not None, "who left it behind brings it"
+            self.bring_home(chunk)
+        pending = place.write
         if pending is not None:
             self._settle({chunk: pending})
 

@@ -115,7 +115,7 @@ class Speculation:
 
     def _may_begin(self, unit: Unit) -> bool:
         is_the_last = self._backward_count >= self._expected_count
-        is_free = unit.route.undoable and not unit.was_read
+        is_free = unit.route.undoable and not unit.was_read and not unit.records_visit
         return is_free and is_the_last and self._history.expects_none and not self._gave_up
 
     def before_use(self, unit: Unit) -> None:

@@ -85,9 +85,15 @@ class Training(FailureState):
     # ---- between steps -------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Run every update that is enqueued; the tiers then hold the state after the last step. Raises failed writes."""
+        """Run every update that is enqueued; the tiers then hold the state after the last step, or get it as somebody asks for
+        a record that visits the device. Raises failed writes."""
         self.speculation.undo()
         self.finish_updates()
+
+    def bring_records_home(self) -> None:
+        """Those that visit the device: somebody else than the thread that drives the model is about to ask for them."""
+        if self._updates is not None and self._updates.visiting is not None:
+            self._updates.visiting.leave_all()
 
     def finish_updates(self) -> None:
         """Those of the last step."""

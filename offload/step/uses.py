@@ -120,6 +120,7 @@ class Uses:
                     continue  # stays guarded: who reads its values without a call of the unit waits too
                 self._residency.bring(unit)
             unit.open_up()
+            self._residency.bring_records(unit)
 
     def uncover(self) -> None:
         """Close them again, if nothing else uses them."""
@@ -135,6 +136,7 @@ class Uses:
         """A covered unit is about to compute: with the values of the last step."""
         self._residency.bring(unit)
         unit.open_up()
+        self._residency.bring_records(unit)
 
     def hold(self, unit: Unit) -> None:
         """Keep the unit resident, whatever forwards and backwards come and go, until `release`. It opens nothing, and nothing

@@ -13,7 +13,7 @@ from torch import nn
 
 import offload
 from offload.model.unit_state import UnitState
-from tests.devices import says_it_has
+from tests.devices import records_stay_home, says_it_has
 from tests.inside import accelerator_of, layout_of, residency_of, units_of
 
 from .models import adamw
@@ -27,6 +27,9 @@ def blocks() -> nn.Module:
     torch.manual_seed(3)
     pairs = ((nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS))
     return nn.Sequential(*(nn.Sequential(first, nn.Tanh(), second) for first, second in pairs))
+
+
+WITH_RECORDS = pytest.mark.parametrize("started", [False, True], indirect=True, ids=["", "records"])
 
 
 def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,8 +54,11 @@ def play(engine: Any, rows: list[int]) -> Iterator[tuple[int, float]]:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Param: whether records may visit the device too."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    if not getattr(request, "param", False):
+        records_stay_home(monkeypatch)
     engines = []
 
     def start(nbytes: int | None, make: Callable[[], nn.Module] = blocks, **fields: Any) -> Any:
@@ -100,6 +106,7 @@ def test_batches_grow_until_nothing_stays_and_shrink_again(started: Any) -> None
     assert accelerator_of(engine).peak_nbytes() == accelerator_of(engine).memory_use().total
 
 
+@WITH_RECORDS
 def test_less_memory_than_the_least_needs_is_out_of_memory(started: Any) -> None:
     """The test above could fail."""
     engine = started(least(started, [LARGE]) - 4096)
@@ -107,6 +114,7 @@ def test_less_memory_than_the_least_needs_is_out_of_memory(started: Any) -> None
         list(play(engine, [SMALL, SMALL, LARGE]))
 
 
+@WITH_RECORDS
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "needed"])
 def test_memory_that_something_else_took_meanwhile(started: Any, ahead: bool) -> None:
     """What is fetched ahead gives up; what is needed has what may leave go."""
@@ -124,6 +132,7 @@ def test_memory_that_something_else_took_meanwhile(started: Any, ahead: bool) ->
     list(play(engine, [SMALL]))
 
 
+@WITH_RECORDS
 def test_without_giving_up_units_memory_would_run_out(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that says to have more than it has, where a batch that was seen leaves room by that."""
     rows = [SMALL, LARGE, LARGE]
@@ -159,6 +168,7 @@ def test_units_leave_a_tenth_of_what_the_model_leaves(started: Any) -> None:
     assert 0.85 < max(shares) <= 0.9
 
 
+@WITH_RECORDS
 def test_what_hooks_keep_within_a_step_is_followed(started: Any) -> None:
     """From some step on, of inputs of the same size: units go as it grows, before it or the next use finds no memory."""
     rows, kept = [16 * SMALL] * 5, list[torch.Tensor]()
@@ -194,6 +204,7 @@ def wide_begin() -> nn.Module:
     return model
 
 
+@WITH_RECORDS
 def test_in_an_evaluation_inputs_a_little_larger_find_room_at_their_first_use(started: Any) -> None:
     """It takes more than all others: nothing foretells that but smaller inputs."""
     rows = [LARGE, LARGE, 5 * LARGE // 4]
@@ -217,6 +228,7 @@ def test_in_an_evaluation_inputs_a_little_larger_find_room_at_their_first_use(st
     assert engine.stats()["resident_peak_nbytes"] > bare.stats()["resident_peak_nbytes"]
 
 
+@WITH_RECORDS
 def test_inputs_a_little_larger_find_the_room_that_they_need(started: Any) -> None:
     """On a device with just that, where units took what smaller ones had left."""
     rows = [LARGE, LARGE, 5 * LARGE // 4]
@@ -225,6 +237,7 @@ def test_inputs_a_little_larger_find_the_room_that_they_need(started: Any) -> No
     assert_same_bits(engine.state_dict(), unbounded.state_dict())
 
 
+@WITH_RECORDS
 def test_a_budget_is_a_budget(started: Any) -> None:
     """What the user granted is kept, whatever is free."""
     engine = started(1 << 40, device_memory="64MiB")

@@ -22,7 +22,7 @@ from offload.device.deferred import DeferredAccelerator
 from offload.device.pending import Settled
 from offload.step.gradients.sums_on_device import SumsOnDevice
 from tests.crosses import in_turn
-from tests.devices import computed_on, says_it_has
+from tests.devices import computed_on, records_stay_home, says_it_has
 from tests.inside import accelerator_of, layout_of, parts_of, sums_on_device_of
 from tests.small_sizes import small
 
@@ -36,6 +36,7 @@ COUNTS = [3, 3, 3, 5, 3]
 """Micro-batches of a few steps."""
 ON_CPU = {"parameters": "cpu", "optimizer_states": "cpu"}
 SUMS = (pytest.param(False, id=""), pytest.param(True, id="narrow"))
+WITH_RECORDS = pytest.mark.parametrize("started", [False, True], indirect=True, ids=["", "records"])
 
 
 def blocks() -> nn.Module:
@@ -45,10 +46,13 @@ def blocks() -> nn.Module:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     """`started(device_nbytes, micro_batches=1, tokens=0, narrow=False, **config)`; None: of a device that does not say what it
-    has, where sums lie in host memory. `narrow`: they are in the parameters' dtype."""
+    has, where sums lie in host memory. `narrow`: they are in the parameters' dtype. Param: whether records may visit the device
+    too, and have gradients stay for their updates."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
+    if not getattr(request, "param", False):
+        records_stay_home(monkeypatch)
     small(monkeypatch, chunk_numel=4096)
     engines = []
 
@@ -175,6 +179,7 @@ def test_a_link_that_does_not_keep_up_has_the_rest_leave_at_the_step(started: An
     assert_same_bits(engine.state_dict(), elsewhere.state_dict())
 
 
+@WITH_RECORDS
 @pytest.mark.parametrize("narrow", SUMS)
 def test_the_bits_are_those_of_everything_in_memory(started: Any, narrow: bool) -> None:
     """Where sums stay by the planner's choice or in what is left, and are in the parameters' dtype or in fp32, which differ."""
@@ -220,6 +225,7 @@ def test_a_loop_that_says_so_keeps_them_where_one_that_does_not_has_yet_to_learn
         assert_same_bits(engine.state_dict(), elsewhere.state_dict())
 
 
+@WITH_RECORDS
 def test_an_engine_that_is_closed_and_not_let_go_has_nothing_of_them(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor of the buffers through which gradients leave: another engine may want the memory."""
     made: list[weakref.ref[torch.UntypedStorage]] = []
@@ -259,6 +265,7 @@ def least(start: Any, rows: list[int]) -> int:
 GROWING = [SMALL, SMALL, 4 * SMALL, 20 * SMALL, LARGE, LARGE, SMALL, SMALL]
 
 
+@WITH_RECORDS
 def test_sums_are_given_up_as_batches_grow(started: Any) -> None:
     """On a device with just the room that the largest batch needs with nothing beyond what is in use."""
     elsewhere, engine = started(None), started(least(started, GROWING))
@@ -277,6 +284,7 @@ def test_sums_are_given_up_as_batches_grow(started: Any) -> None:
     assert_same_bits(engine.state_dict(), elsewhere.state_dict())
 
 
+@WITH_RECORDS
 @pytest.mark.parametrize("narrow", SUMS)
 def test_sums_that_begin_go_when_a_larger_micro_batch_follows(started: Any, narrow: bool) -> None:
     """Some are on the device, and leave in the middle of a step; the host adds what comes after them."""
@@ -296,6 +304,7 @@ def test_sums_that_begin_go_when_a_larger_micro_batch_follows(started: Any, narr
     assert_same_bits(engine.state_dict(), elsewhere.state_dict())
 
 
+@WITH_RECORDS
 def test_keeping_what_does_not_fit_would_run_out(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above could fail: on a device that says to have more than it has."""
     nbytes, rows = least(started, [SMALL, LARGE]), [SMALL, SMALL, LARGE, LARGE]
@@ -356,6 +365,7 @@ CLIPS = (pytest.param(None, id=""), pytest.param(0.01, id="clips"))
 
 
 # What comes between ends the sum, or does not; whether the whole is clipped is decided when it is complete.
+@WITH_RECORDS
 @pytest.mark.parametrize("narrow", SUMS)
 @pytest.mark.parametrize(
     ("between", "clip"), in_turn([reads, saves, measures, evaluates, drops_all, drops_one, freezes, fails], CLIPS)
@@ -377,6 +387,7 @@ def test_between_two_micro_batches(started: Any, tmp_path: Path, between: Any, c
     assert_same_bits(*found)
 
 
+@WITH_RECORDS
 @pytest.mark.parametrize("narrow", SUMS)
 def test_fp16_overflows_and_is_left_out(started: Any, narrow: bool) -> None:
     found = []
@@ -390,6 +401,7 @@ def test_fp16_overflows_and_is_left_out(started: Any, narrow: bool) -> None:
     assert_same_bits(*found)
 
 
+@WITH_RECORDS
 @pytest.mark.parametrize("narrow", SUMS)
 @pytest.mark.parametrize("update", ["auto", "step"])
 @pytest.mark.parametrize("fields", [{}, {"cpu_memory": 3}], ids=["in memory", "spilling"])

@@ -367,9 +367,9 @@ class PlayedAccelerator(CudaAccelerator):
         assert isinstance(made, ThreadLane)
         return _WatchedLane(name, begin=made._begin, told=made._told)
 
-    def pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
+    def pin(self, address: int, nbytes: int, *, is_written: bool = False) -> Callable[[], None] | None:
         """What is freed when the play is over is not unregistered: there is nobody left who knows of it."""
-        unpin, detector = super().pin(address, nbytes), _detector
+        unpin, detector = super().pin(address, nbytes, is_written=is_written), _detector
 
         def undo() -> None:
             if unpin is not None and detector is _detector and torch.cuda.current_stream is current_stream:

@@ -31,6 +31,19 @@ def test_what_torch_keeps_of_freed_memory_is_free(monkeypatch: pytest.MonkeyPatc
     assert CudaAccelerator().free_nbytes() == 500
 
 
+def test_a_process_that_may_have_a_share_has_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of 1000 bytes, of which torch has 300 and the driver would give 700 more: 200 of the half are left."""
+    play(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700, 1000))
+    monkeypatch.setattr(torch._C, "_cuda_getMemoryFraction", lambda index: 0.5, raising=False)
+    counts = {"allocated_bytes": 300, "active_bytes": 300, "reserved_bytes": 300}
+    nested = {name: {"all": {"current": nbytes, "peak": nbytes}} for name, nbytes in counts.items()}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: nested)
+    accelerator = CudaAccelerator()
+    use = accelerator.memory_use()
+    assert accelerator.free_nbytes() == 200 and use is not None and use.total == 500
+
+
 def test_an_allocator_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one of another library's, under which torch's figures raise: what the driver has is what there is."""
     counting = torch.cuda.memory_stats_as_nested_dict

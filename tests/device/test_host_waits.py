@@ -22,16 +22,21 @@ from offload.device.deferred import DeferredAccelerator
 from tests.acceptance.models import stack, vector_batches
 from tests.device import played_cuda
 from tests.device.played_cuda import Watch, play
+from tests.devices import records_stay_home
 
 
+@pytest.mark.parametrize("visits", [False, True])
 @pytest.mark.parametrize(
     ("parameters", "states"),
     [("cpu", "cpu"), ("device", "cpu"), ("device", "device"), pytest.param("cpu", "device", marks=pytest.mark.slow)],
 )
 def test_the_thread_of_the_loop_waits_at_step_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str, visits: bool
 ) -> None:
+    """`visits`: and once for records that come to the device, if they may."""
     play(monkeypatch)
+    if not visits:
+        records_stay_home(monkeypatch)
     phase = ["start"]
     waits: Counter[str] = Counter()
     here = threading.get_ident()
@@ -52,7 +57,10 @@ def test_the_thread_of_the_loop_waits_at_step_alone(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = {"parameters": parameters, "optimizer_states": states, "dtype": "bf16", "max_grad_norm": 0.5}
     with offload.initialize(model, optimizer, config) as engine, Watch():
-        for x, y in vector_batches(3):
+        for number, (x, y) in enumerate(vector_batches(5)):
+            if visits and number == 3:
+                assert ("forward" in waits) == (states == "cpu"), "what visits has come by now"
+                waits.clear()
             phase[0] = "forward"
             loss = torch.nn.functional.mse_loss(model(x).float(), y)
             phase[0] = "backward"

@@ -29,7 +29,7 @@ from tests.acceptance.chosen import choosing
 from tests.acceptance.models import Stack, stack, vector_batches
 from tests.device import played_cuda
 from tests.device.played_cuda import PlayedAccelerator, Race, Stream, Watch, play
-from tests.devices import before_each_copy, gradient_buffers, says_it_has
+from tests.devices import before_each_copy, gradient_buffers, records_stay_home, says_it_has
 from tests.inside import layout_of
 from tests.small_sizes import small
 
@@ -148,6 +148,7 @@ def test_sums_of_micro_batches_leave_the_device_for_memory_that_it_knows(
     """Each chunk's in one copy, which holds nobody up."""
     expected = in_memory(update=update)
     play(monkeypatch)
+    records_stay_home(monkeypatch)
     left: list[torch.dtype] = []
     before_each_copy(monkeypatch, CudaAccelerator, "copy_out", lambda destination, source: left.append(source.dtype))
     losses, weights = train(tmp_path, places, places, update)

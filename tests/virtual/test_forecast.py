@@ -22,7 +22,7 @@ from offload.device.virtual.machine import CALLS, VirtualMachine
 from offload.device.virtual.operations import CountedOperations, fused_attention
 from offload.forecast import Forecast, Loop, simulate
 from tests.crosses import in_pairs
-from tests.devices import before_each_copy
+from tests.devices import before_each_copy, records_stay_home
 from tests.inside import parts_of, units_of
 
 WORK = Work(batch=2, sequence=16, micro_batches=1, checkpointing=False)
@@ -107,12 +107,24 @@ def moved_on_nvme(folder: Path, micro_batches: int, steps: int, fields: dict[str
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_bytes_moved_are_those_of_a_real_run(case: str, micro_batches: int, tmp_path: Path) -> None:
+def test_bytes_moved_are_those_of_a_real_run(
+    case: str, micro_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records_stay_home(monkeypatch)
     fields = CASES[case]
     real = really_moved(tmp_path, micro_batches, "deferred", **fields)
     found = foretold(dataclasses.replace(WORK, micro_batches=micro_batches), **fields)
     assert found.moved_nbytes == real
     assert real["h2d"] > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_of_records_that_visit_the_device_a_forecast_says_that_nothing_moves(case: str) -> None:
+    """But sums of squares, for the norm (tests/acceptance/test_records_on_device.py shows the same of a real run)."""
+    found = foretold(**CASES[case])
+    squares = found.moved_nbytes.pop("d2h")
+    assert 0 < squares < 1000 and not any(found.moved_nbytes.values())
+    assert 12 * sum(parameter.numel() for parameter in tiny().parameters()) < found.peak_nbytes["device"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -189,7 +201,8 @@ class NoEngine:
     """Of a loop that gives the machine its work by itself."""
 
     def stats(self) -> dict[str, Any]:
-        return {"planned": [], "host_peak_nbytes": 0, "placement": {}, "decision": None, "resident_peak_nbytes": 0}
+        nothing = {"host_peak_nbytes": 0, "resident_peak_nbytes": 0, "visiting_peak_nbytes": 0}
+        return nothing | {"planned": [], "placement": {}, "decision": None}
 
     def profile(self, path: Path, steps: int) -> None:
         """It has nothing to tell."""
@@ -268,7 +281,8 @@ def on_a_drive(rate: float, case: str) -> Forecast:
     return foretold(machine=dataclasses.replace(MACHINE, nvme_read=rate, nvme_both=rate), **CASES[case])
 
 
-def test_what_is_faster_helps_where_it_binds_and_nowhere_else() -> None:
+def test_what_is_faster_helps_where_it_binds_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    records_stay_home(monkeypatch)
     slow, fast = on_a_drive(1e8, "nvme"), on_a_drive(1e9, "nvme")
     assert slow.bottleneck == "NVMe"
     assert fast.step_seconds < 0.5 * slow.step_seconds
@@ -412,8 +426,9 @@ def test_each_expert_that_a_layer_routes_to_has_its_share_of_the_tokens() -> Non
     assert rows == [8] * 4 and virtual.values_read == 5
 
 
-def test_what_waiting_for_a_resource_costs_is_the_same_step_without_it() -> None:
+def test_what_waiting_for_a_resource_costs_is_the_same_step_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same places, though a machine that had no such wait would be given others."""
+    records_stay_home(monkeypatch)
     slow = dataclasses.replace(MACHINE, nvme_read=1e8, nvme_write=1e8, nvme_both=1e8)
 
     def run(machine: Any, unbound: tuple[str, ...] = ()) -> Forecast:

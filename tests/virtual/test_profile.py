@@ -15,12 +15,14 @@ from offload.cli.plans.forecast import forecast
 from offload.device.recording import D2H, H2D
 from offload.profiling.explanation import explain
 from offload.profiling.trace_events import read_trace
+from tests.devices import records_stay_home
 
 from .test_forecast import CASES, MACHINE, WORK, adamw, foretold, tiny
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_trace_is_of_the_very_step(case: str, tmp_path: Path) -> None:
+def test_a_trace_is_of_the_very_step(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records_stay_home(monkeypatch)
     expected = foretold(**CASES[case])
     with torch.device("meta"):
         model = tiny()

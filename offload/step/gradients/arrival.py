@@ -221,7 +221,7 @@ class GradientArrival:
                 state.squares.update(dict.fromkeys(indices))
                 if self._is_kept(chunk):
                     self._store(chunk, arriving)
-                else:
+                elif self.sums_on_device is None or not self.sums_on_device.take_together(chunk, arriving):
                     assert transit is not None
                     transit.pack(chunk, arriving, Addition.FIRST)
 
@@ -241,7 +241,7 @@ class GradientArrival:
     def fill(self, filling: Filling, gradients: list[torch.Tensor]) -> bool:
         """`arrive_together` of gradients that fill whole chunks, unless they belong on the host and are to be summed on the
         device."""
-        transit, are_kept = self._packing_transit, self._is_kept(filling.chunks[0].chunk)
+        transit, are_kept, sums = self._packing_transit, self._is_kept(filling.chunks[0].chunk), self.sums_on_device
         if transit is None and not are_kept:
             return False
         for filled in filling.chunks:
@@ -251,7 +251,7 @@ class GradientArrival:
                 state.squares.update(filled.indices)
                 if are_kept:
                     self._store_all(filled.chunk, gradients[filled.which])
-                else:
+                elif sums is None or filled.chunk not in sums.kept or not sums.fill(filled.chunk, gradients[filled.which]):
                     assert transit is not None
                     transit.fill(filled.chunk, gradients[filled.which])
         return True

@@ -17,6 +17,7 @@ from offload.layout import Piece
 from offload.model.chunk import Chunk, ChunkGradient
 from offload.model.flat import ParameterInfo
 from offload.model.taken_gradient import TakenGradient
+from offload.model.unit import Unit
 from offload.step.gradients.addition import Addition
 from offload.step.gradients.arrival import GradientArrival
 from offload.step.gradients.extents import GradientExtents, gradient_of
@@ -243,6 +244,8 @@ class ChunkGradients:
         state = gradient_of(chunk)
         if parameter_index not in state.live:
             return None
+        with self._lock:
+            self._arrival.leave_device(chunk)
         self.open(chunk)
         found = self._piece(state, piece).clone()
         with self._lock:
@@ -273,6 +276,48 @@ class ChunkGradients:
         state.live.clear()
         state.adopted.clear()
         self._buffers.give_back(state)
+
+    # ---- updates on the device of units whose route has them on the host -----------------------------------------
+
+    def staying_nbytes(self, units: Iterable[Unit]) -> int:
+        """Of device memory that gradients take there if those of these units stay for their update: with the sums of all other
+        units, where several micro-batches are expected."""
+        sums = self.sums_on_device
+        assert sums is not None, "what leaves the device may stay there"
+        chunks = self._chunks if sums.expects_several else [chunk for unit in units for chunk in unit.trained_chunks]
+        return sum(map(sums.nbytes_of, chunks))
+
+    def may_stay(self, chunks: Iterable[Chunk]) -> bool:
+        """Whether all that has come of these chunks for the coming step is on the device."""
+        sums = self.sums_on_device
+        states = map(gradient_of, chunks)
+        return sums is not None and all(not state.live or sums.has(state.chunk, state.live) for state in states)
+
+    def keep_on_device(self, chunks: Iterable[Chunk]) -> None:
+        """From now on what comes of these chunks stays there until their update, if there is room."""
+        assert self.sums_on_device is not None
+        self.sums_on_device.kept.update(chunks)
+
+    def leave_device(self, chunks: Iterable[Chunk]) -> None:
+        """What stayed leaves, as what comes does."""
+        assert self.sums_on_device is not None
+        with self._lock:
+            for chunk in chunks:
+                self.sums_on_device.kept.discard(chunk)
+                self.sums_on_device.leave(chunk)
+
+    def hand_over(self, chunks: Sequence[Chunk]) -> bool:
+        """Have the updates of these chunks read what stayed on the device, until `release`. False where not all of it is there:
+        then nothing was done."""
+        sums = self.sums_on_device
+        assert sums is not None
+        with self._lock:
+            states = [gradient_of(chunk) for chunk in chunks]
+            if not all(sums.has(state.chunk, state.live) and state.buffer is None for state in states):
+                return False
+            for state in states:
+                state.buffer = sums.take_out(state.chunk)
+        return True
 
     # ---- updates that may be undone ------------------------------------------------------------------------------
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of micro-batches that stay on the device as long as it has room, of gradients that belong in host memory.
+"""Gradients that stay on the device as long as it has room, though they belong in host memory: sums of micro-batches, and
+those of units that are updated there all the same (`keep`), be they of one or of several.
 
     add      a micro-batch's gradient is stored or added on the device: nothing moves, and the host adds nothing
     leave    the chunk's sum goes to the host in one copy: the backward that is probably the step's last has brought all of it,
              its update is about to begin, or somebody asks for its value
     limit    other things want the memory: sums leave until so much is left, the one begun first before the others
+    take_out the device updates the chunk: its kernel reads what is here
 
 Of a gradient of which the host has a part nothing is kept here: what is added to what, and in which order, is the same in
 every placement. What left is added to by the host from then on.
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -72,6 +74,8 @@ class SumsOnDevice:
         self._in_time_nbytes = self._expected_in_time_nbytes = math.inf
         """As many may leave under that: what the link moves meanwhile, as it was last seen; what was told of it beforehand."""
         self.expects_several = self.in_last = False
+        self.kept = set[Chunk]()
+        """Those that the device updates: they stay for that, also of one micro-batch."""
         self.nbytes = self.peak_nbytes = 0
 
     def take(self, pieces: Sequence[_Part], source: torch.Tensor, addition: Addition) -> list[list[_Part]]:
@@ -92,11 +96,14 @@ class SumsOnDevice:
     def _add(self, chunk: Chunk, piece: Piece, source: torch.Tensor, addition: Addition) -> bool:
         known, index = self._sums.get(chunk), piece.slot.parameter_index
         if known is None or index not in known.pieces:
-            if addition is not Addition.FIRST or not self.expects_several:
+            if addition is not Addition.FIRST or not (self.expects_several or chunk in self.kept):
                 return False
             known = known or self._begun(chunk)
             if known is None:
                 return False
+        elif addition is Addition.SUM and known.dtype != self._dtype_of_sums(chunk):
+            self.leave(chunk)  # nobody expected a second micro-batch
+            return False
         known.pieces[index] = piece
         if piece.numel:
             target, squares = known.values[chunk.part(piece)], self._squares.part(index, chunk.index)
@@ -106,7 +113,8 @@ class SumsOnDevice:
             return True
         known.last.add(index)
         # What may be spilled waits for a buffer, which an update may have yet.
-        if len(known.last) == len(chunk.pieces) and chunk.route.gradients_in is Memory.HOST:
+        leaves = chunk.route.gradients_in is Memory.HOST and chunk not in self.kept
+        if leaves and len(known.last) == len(chunk.pieces):
             self._leave_early(chunk, known.memory.nbytes)
         return True
 
@@ -136,9 +144,43 @@ class SumsOnDevice:
         elif late > early * _TOLERATED:
             self._in_time_nbytes = early - late
 
+    def take_together(self, chunk: Chunk, arriving: Sequence[tuple[Piece, torch.Tensor]]) -> bool:
+        """Take in first gradients of a chunk that the device updates, each [piece.numel]. False: they do not stay here."""
+        known = self._begun_to_keep(chunk)
+        if known is None:
+            return False
+        known.pieces.update((piece.slot.parameter_index, piece) for piece, _ in arriving)
+        which = [chunk.positions[piece.slot.parameter_index] for piece, _ in arriving]
+        self._squares.table_of(chunk).ingest_some(known.values, [source for _, source in arriving], which)
+        return True
+
+    def fill(self, chunk: Chunk, gradients: Sequence[torch.Tensor]) -> bool:
+        """The same of all of the chunk's parameters (`FilledChunk`)."""
+        known = self._begun_to_keep(chunk)
+        if known is None:
+            return False
+        known.pieces.update((piece.slot.parameter_index, piece) for _, piece in chunk.pieces)
+        self._squares.table_of(chunk).ingest(known.values, gradients)
+        return True
+
+    def _begun_to_keep(self, chunk: Chunk) -> _Sum | None:
+        if chunk not in self.kept or self.expects_several:
+            return None
+        return self._sums.get(chunk) or self._begun(chunk)
+
+    def _dtype_of_sums(self, chunk: Chunk) -> torch.dtype:
+        return chunk.flat.dtype if self._narrow_sums else torch.float32
+
+    def _dtype(self, chunk: Chunk) -> torch.dtype:
+        """In which it is begun."""
+        return self._dtype_of_sums(chunk) if self.expects_several else chunk.flat.dtype
+
+    def nbytes_of(self, chunk: Chunk) -> int:
+        """That it takes here."""
+        return chunk.numel * self._dtype(chunk).itemsize
+
     def _begun(self, chunk: Chunk) -> _Sum | None:
-        dtype = chunk.flat.dtype if self._narrow_sums else torch.float32
-        nbytes = chunk.numel * dtype.itemsize
+        dtype, nbytes = self._dtype(chunk), self.nbytes_of(chunk)
         self._settle()
         if self.nbytes + nbytes > self._limit_nbytes:
             return None
@@ -167,17 +209,30 @@ class SumsOnDevice:
         self._leaving.append((known.memory, self._reception.take_pieces(chunk, pieces, known.values)))
 
     def leave_all(self, order: Sequence[Chunk]) -> None:
-        """Everything that is kept, those of `order` in that order."""
+        """Everything that the device does not update, in that order."""
         for chunk in order if self._sums else ():
-            self.leave(chunk)
+            if chunk not in self.kept:
+                self.leave(chunk)
         self._settle()
+
+    def has(self, chunk: Chunk, parameter_indices: Set[int]) -> bool:
+        """Whether the chunk's gradients of all these parameters are here."""
+        known = self._sums.get(chunk)
+        return known is not None and parameter_indices <= known.pieces.keys()
+
+    def take_out(self, chunk: Chunk) -> torch.Tensor:
+        """[chunk.numel], whose memory is the caller's from now on."""
+        known = self._sums.pop(chunk)
+        self.nbytes -= known.memory.nbytes
+        return known.values
 
     def limit(self, nbytes: int) -> None:
         """From now on so much may be taken, and what is beyond it leaves; its memory is free when this returns."""
         self._limit_nbytes = nbytes
         self._settle()
-        while self._sums and self.nbytes > nbytes:
-            self.leave(next(iter(self._sums)))
+        while self.nbytes > nbytes and (self._sums or self._leaving):
+            if self._sums:
+                self.leave(next(iter(self._sums)))
             self._settle(waits=self.nbytes > nbytes)
 
     def close(self) -> None:

@@ -39,10 +39,13 @@ class _Seen:
     def covers(self, sizes: tuple[int, ...]) -> bool:
         return self._growth(sizes) == 1
 
-    def foretells(self, sizes: tuple[int, ...]) -> int | None:
-        """Bytes that such inputs take at most, if these tell of them."""
-        growth = self._growth(sizes)
-        return int(self.nbytes * growth**2) if growth <= _LITTLE else None
+    def foretells(self, sizes: tuple[int, ...]) -> bool:
+        """Whether these tell what such inputs take."""
+        return self._growth(sizes) <= _LITTLE
+
+    def most(self, sizes: tuple[int, ...]) -> int:
+        """Bytes that such inputs take at most."""
+        return int(self.nbytes * self._growth(sizes) ** 2)
 
     def _growth(self, sizes: tuple[int, ...]) -> float:
         return math.prod(max(there / max(here, 1), 1.0) for here, there in zip(self.sizes, sizes, strict=True))
@@ -62,7 +65,9 @@ class ActivationMemory:
         """Kind and sizes of those of the last forward, until what it took is known."""
         self._needed_nbytes: int | None = None
         """What they are known to take; None: nothing as large was seen."""
-        self._base_nbytes = self._taken_nbytes = self._in_one_use_nbytes = 0
+        self._most_nbytes: int | None = None
+        """What they take at most by the smaller ones that were seen; None: nothing tells."""
+        self._total_nbytes = self._base_nbytes = self._taken_nbytes = self._in_one_use_nbytes = 0
         """In use besides units as the forward began; what it and its backward took beyond that; what one use of a unit did."""
         self._besides_nbytes = self._units_nbytes = self._peak_nbytes = 0
         """In use besides units and for units when that was looked at last, and the peak until then."""
@@ -74,8 +79,10 @@ class ActivationMemory:
         shapes = [tensor.shape for tensor in tensors_in(inputs)]
         kind, sizes = (which, recorded, tuple(map(len, shapes))), tuple(size for shape in shapes for size in shape)
         self._inputs = kind, sizes
-        told = [seen.foretells(sizes) for seen in self._seen.get(kind, ())]
-        self._needed_nbytes = min((nbytes for nbytes in told if nbytes is not None), default=None)
+        seen, (_, _, dimensions) = self._seen.get(kind, ()), kind
+        self._needed_nbytes = min((one.most(sizes) for one in seen if one.foretells(sizes)), default=None)
+        trained = self._seen.get((which, True, dimensions), ())  # with its backward a forward takes no less
+        self._most_nbytes = min((one.most(sizes) for one in seen or trained), default=None)
         self._taken_nbytes, self._saw_backward = 0, not recorded
         if self._needed_nbytes is None:
             self._accelerator.begin_peak()
@@ -88,10 +95,22 @@ class ActivationMemory:
         """A use of a unit begins or ends: bytes that units may take now; 0 where that is not known."""
         use = self._look(units_nbytes)
         self._saw_backward = self._saw_backward or in_backward()
-        if self._needed_nbytes is None:
+        self._total_nbytes = use.total
+        return self._left_by(self._needed_nbytes)
+
+    def left_for_states(self) -> int:
+        """The same as it was last found, for what takes long to come again: also of inputs much larger than what was seen."""
+        return self._left_by(self._most_nbytes)
+
+    def _left_by(self, needed_nbytes: int | None) -> int:
+        if needed_nbytes is None:
             return 0
-        needed = max(self._base_nbytes + self._needed_nbytes, self._besides_nbytes + self._in_one_use_nbytes)
-        return max(int((use.total - needed) * _SHARE), 0)
+        needed = max(self._base_nbytes + needed_nbytes, self._besides_nbytes + self._in_one_use_nbytes)
+        return max(int((self._total_nbytes - needed) * _SHARE), 0)
+
+    def took(self, units_nbytes: int) -> None:
+        """Since it was last looked at units took memory until it is so much, and nothing else did."""
+        self._units_nbytes, self._peak_nbytes = units_nbytes, max(self._peak_nbytes, self._use().peak)
 
     def ends(self, units_nbytes: int) -> None:
         """Nothing more comes of the last forward and its backward."""
@@ -100,7 +119,7 @@ class ActivationMemory:
         self._look(units_nbytes)
         (kind, sizes), self._inputs = self._inputs, None
         if self._saw_backward and (self._needed_nbytes is None or self._taken_nbytes > self._needed_nbytes):
-            self._needed_nbytes = self._taken_nbytes
+            self._needed_nbytes = self._most_nbytes = self._taken_nbytes
             others = self._seen.get(kind, ())
             # One that was larger takes as much at least, and one that was smaller and took no less tells nothing.
             larger = [_Seen(one.sizes, max(one.nbytes, self._taken_nbytes)) for one in others if one.covers(sizes)]

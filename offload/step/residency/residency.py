@@ -22,6 +22,7 @@ from offload.model.unit import Unit
 from offload.model.unit_state import UnitState
 from offload.planning.schedule import Schedule, plan, required_nbytes
 from offload.planning.use_trace import UseRecorder, UseTrace
+from offload.step.calls import in_backward
 from offload.step.residency.fetching import Fetcher
 from offload.step.residency.room import Room
 from offload.step.residency.schedule_cursor import Due, ScheduleCursor
@@ -85,6 +86,14 @@ class Residency:
         self.bring(unit)
         if recorded:  # where it found no room, no use started
             self._recorder.start(unit.index)
+            if self.room.follows_activations:
+                self.bring_records(unit)
+
+    def bring_records(self, unit: Unit) -> None:
+        """Of a unit that a forward uses, with the values of the last step, if the model leaves room for them; not while a save
+        follows the updates."""
+        if self.room.follows_activations and self._updates is not None and self._updates.watcher is None and not in_backward():
+            self.room.bring_records(unit, sum(self._nbytes))
 
     def use_ended(self, unit: Unit, *, recorded: bool, then: Callable[[], None] | None = None) -> None:
         """`then`: what the end of the use leads to, before other units take the room."""
@@ -185,7 +194,8 @@ class Residency:
             return
         for unit in self._updates.pending_units:
             if not unit.needs_residency:
-                if self._may_evict(unit):
+                reaches_copy = unit.update is not None and unit.update.memory is not unit.route.update_in  # its records visit
+                if not reaches_copy and self._may_evict(unit):
                     self._drop(unit)
                 self._updates.launch(unit)
             elif unit.residency.state is UnitState.RESIDENT:
@@ -346,8 +356,8 @@ class Residency:
         unit.fill()
 
     def _gives_memory_up(self) -> bool:
-        """Have the sums of micro-batches leave, or else the unit that is used last; whether there was anything."""
-        if self.room.have_sums_leave():
+        """Have records or the sums of micro-batches leave, or else the unit that is used last; whether there was anything."""
+        if self.room.have_states_leave():
             return True
         unit = self._first_to_leave()
         if unit is not None:
@@ -370,6 +380,8 @@ class Residency:
             self._fetcher.finish(unit)
             unit.residency.become(UnitState.RESIDENT)
         unit.close_off()
+        if self._updates is not None and self._updates.visiting is not None and unit.records_visit:
+            self._updates.settle_values(unit)
         self._fetcher.evict(unit)
         unit.residency.become(UnitState.ABSENT)
         if unit.residency.persistent:

@@ -2,7 +2,8 @@
 """Device memory for units: how many bytes there are for them, and how many of those they take.
 
 A budget is fixed. Without one there is as much as steps were seen to need, or as the model leaves
-(`offload.step.residency.activation_memory`). Sums of micro-batches have what all units would leave of that.
+(`offload.step.residency.activation_memory`). Sums of micro-batches and records of whole units, which are updated there then,
+have what all units would leave of that.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from offload.errors import BudgetError
 from offload.model.unit import Unit
 from offload.step.gradients.sums_on_device import SumsOnDevice
 from offload.step.residency.activation_memory import ActivationMemory
+from offload.step.updates.records_on_device import RecordsOnDevice
 
 
 class Room:
@@ -25,9 +27,19 @@ class Room:
     resident_nbytes        those that are taken; `peak_resident_nbytes`: the most so far
     """
 
-    def __init__(self, nbytes: int, activations: ActivationMemory | None, sums: SumsOnDevice | None, *, is_fixed: bool) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        activations: ActivationMemory | None,
+        sums: SumsOnDevice | None,
+        records: RecordsOnDevice | None,
+        *,
+        is_fixed: bool,
+    ) -> None:
         self.is_fixed = is_fixed
-        self._activations, self._sums = activations, sums
+        self._activations, self._sums, self._records = activations, sums, records
+        self._for_states_nbytes = 0
+        """Of what the device has left, what all units would leave to sums and records."""
         self.follows_activations = activations is not None
         self.capacity_nbytes = self._least_nbytes = nbytes
         self.resident_nbytes = self.peak_resident_nbytes = 0
@@ -91,19 +103,40 @@ class Room:
         """Nothing more comes of the last forward and its backward."""
         if self._activations is not None:
             self._activations.ends(self._taken_nbytes)
+        if self._records is not None:
+            self._records.step_ends()
 
     def follow_activations(self, all_units_nbytes: int) -> None:
-        """Have as much as the device leaves now, or at least what is needed. What is too much goes: first sums of
-        micro-batches, here, which take what all units would leave; units are the caller's."""
+        """Have as much as the device leaves now, or at least what is needed. What is too much goes: here records, then sums of
+        micro-batches, which take what all units would leave; units are the caller's."""
         if self._activations is None:
             return
-        left = self._activations.left(self._taken_nbytes)
+        left, records_nbytes = self._activations.left(self._taken_nbytes), 0
+        if self._records is not None:
+            for_states_nbytes = self._activations.left_for_states()
+            self._for_states_nbytes = max(for_states_nbytes - all_units_nbytes, 0)
+            self._records.limit(self._for_states_nbytes - (self._sums.nbytes if self._sums is not None else 0))
+            records_nbytes = self._records.nbytes
+            if records_nbytes:  # the units stay with them, and gradients for their updates
+                left = for_states_nbytes
         self.capacity_nbytes = max(left, self._least_nbytes)
         if self._sums is not None:
-            self._sums.limit(max(left - all_units_nbytes, 0))
+            self._sums.limit(max(left - all_units_nbytes - records_nbytes, 0))
 
-    def have_sums_leave(self) -> bool:
-        """All sums of micro-batches; whether there were any that could."""
+    def bring_records(self, unit: Unit, all_units_nbytes: int) -> None:
+        """Of a unit in use, if all units and what sums take leave room for them."""
+        if self._records is None or self._activations is None or not self._records.may_come(unit, self._for_states_nbytes):
+            return
+        self.follow_activations(all_units_nbytes)
+        if self._records.may_come(unit, self._for_states_nbytes):
+            self._records.come(unit)
+            self._activations.took(self._taken_nbytes)
+
+    def have_states_leave(self) -> bool:
+        """Records of a unit, else all sums of micro-batches; whether there were any that could."""
+        if self._records is not None and self._records.nbytes:
+            self._records.make_room()
+            return True
         if self._sums is None:
             return False
         before = self._sums.nbytes
@@ -113,8 +146,8 @@ class Room:
 
     @property
     def _taken_nbytes(self) -> int:
-        """Of device memory, by units and by sums of micro-batches."""
-        return self.resident_nbytes + (self._sums.nbytes if self._sums is not None else 0)
+        """Of device memory, by units, by sums of micro-batches and by records."""
+        return self.resident_nbytes + sum(one.nbytes for one in (self._sums, self._records) if one is not None)
 
 
 def _no_room(used: Sequence[Unit], needed_nbytes: int, capacity_nbytes: int) -> BudgetError:

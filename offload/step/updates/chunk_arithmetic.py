@@ -82,6 +82,11 @@ class ChunkArithmetic:
             self._joined[first] = places, joined
         return joined
 
+    def forget(self, chunks: Iterable[Chunk]) -> None:
+        """Let go of where these are updated: their records leave there."""
+        gone = set(chunks)
+        self._joined = {key: known for key, known in self._joined.items() if key[0] not in gone}
+
     def close(self) -> None:
         """Let go of memory that is others'."""
         self._joined = {}
@@ -91,7 +96,7 @@ class ChunkArithmetic:
         return JoinedTable([(self._table(chunk, own), record, own, source) for chunk, record, own, source in written])
 
     def _table(self, chunk: Chunk, values: Tensor) -> StepTable:
-        if chunk.step_table is None:
+        if chunk.step_table is None or chunk.step_table.device != values.device:
             form = self._records.format(chunk)
             chunk.step_table = StepTable(form, chunk.numel, values.dtype, _spans(chunk), values.device)
         return chunk.step_table

@@ -57,6 +57,9 @@ class Updates:
         self._arithmetic = ChunkArithmetic(records, gradients)
         self._values_of: dict[Chunk, ValueAccess] = {}
         """What `_values` gave."""
+        self.visiting = tools.visiting
+        if self.visiting is not None:
+            self.visiting.leaving = self._arithmetic.forget
         brings_values = any(value_path is ValuePath.COPY_IN for value_path, _ in self._value_accesses)
         self._reads = not records.in_memory or gradients.spills or gradients.brings or brings_values
         """Whether there is anything to be read before an update."""
@@ -100,8 +103,12 @@ class Updates:
             raise AssertionError(f"unit {unit.name} is updated twice at once")
         # On the stream that is compute now: who launches or runs it may be another thread, which has a stream of its own.
         run = self._accelerator.on_compute(lambda: self._run(unit))
-        unit.update = self._queue[unit] = UnitUpdate(chunks, run)
-        if self._reads and unit.route.update_in is Memory.HOST:
+        visits = self.visiting is not None and self.visiting.takes(unit, chunks)
+        memory = Memory.DEVICE if visits else unit.route.update_in
+        unit.update = self._queue[unit] = UnitUpdate(chunks, run, memory)
+        if visits:
+            self._launch(unit, unit.update).wait()  # given to compute now: the records leave as soon as somebody wants the room
+        elif self._reads and memory is Memory.HOST:
             self._ahead.extend(chunks)
 
     def read_ahead(self) -> None:
@@ -124,7 +131,7 @@ class Updates:
         return update.job
 
     def _submit(self, unit: Unit, update: UnitUpdate) -> None:
-        lane = self._lanes[unit.route.update_in]
+        lane = self._lanes[update.memory]
         if self._updates_together(unit, update):
             together = [(one, other) for one, other in list(self._queue.items()) if self._updates_together(one, other)]
             job = lane.submit(lambda: self._run_together(together), "units in memory")
@@ -173,6 +180,11 @@ class Updates:
             for pending in update.published:
                 pending.wait()
 
+    def settle_values(self, unit: Unit) -> None:
+        """Have at home what updates left in the unit's memory."""
+        for chunk in unit.trained_chunks:
+            self._parameter_store.settle_write(chunk)
+
     def cancel(self, unit: Unit) -> None:
         """Return when nothing of the unit's update runs any more: of the chunks that are marked `cancelled` only one in hand is
         still updated."""
@@ -213,6 +225,8 @@ class Updates:
             lane.close()
         for values in self._value_accesses.values():
             values.close()
+        if self.visiting is not None:
+            self.visiting.close()
         self._joined_chunks, self._joined = (), None  # it keeps the memory
         self._arithmetic.close()
 
@@ -221,14 +235,14 @@ class Updates:
     def _run(self, unit: Unit) -> None:
         update = unit.update
         assert update is not None, "it left the queue before its job was over"
-        if len(update.chunks) > 1 and self._are_at_hand(update.chunks):
+        if len(update.chunks) > 1 and self._are_at_hand(update):
             self._apply_at_once(update)
         else:
-            self._apply_each(unit, update)
-        if unit.route.update_in is Memory.DEVICE:
+            self._apply_each(update)
+        if update.memory is Memory.DEVICE:
             update.published.append(self._accelerator.mark())
 
-    def _apply_each(self, unit: Unit, update: UnitUpdate) -> None:
+    def _apply_each(self, update: UnitUpdate) -> None:
         for chunk_update in update.chunks:
             if chunk_update.cancelled:
                 self._give_up(chunk_update)
@@ -238,17 +252,17 @@ class Updates:
             elif not chunk_update.started:
                 self._access(chunk_update.chunk).reserve(chunk_update, now=True)
                 self._start_reading(chunk_update)
-            if unit.route.update_in is Memory.HOST:
+            if update.memory is Memory.HOST:
                 self._read_ahead()
             update.published.append(self._apply(chunk_update))
 
-    def _are_at_hand(self, updates: Sequence[ChunkUpdate]) -> bool:
+    def _are_at_hand(self, update: UnitUpdate) -> bool:
         """Whether one call can make these: all that they read and write lies where the kernel addresses it, and nobody wants to
         see each of them."""
-        if self.watcher is not None or (self._reads and updates[0].chunk.route.update_in is Memory.HOST):
+        if self.watcher is not None or (self._reads and update.memory is Memory.HOST):
             return False
-        ready = (one.updates_every_slot and not one.cancelled for one in updates)
-        return all(ready) and all(self._values(one.chunk).stays(one.chunk) for one in updates)
+        ready = (one.updates_every_slot and not one.cancelled for one in update.chunks)
+        return all(ready) and all(self._values(one.chunk).stays(one.chunk) for one in update.chunks)
 
     def _apply_at_once(self, update: UnitUpdate) -> None:
         """Between calls for each chunk the pool's threads fall asleep, and to wake many takes as long as the chunk. A launch
@@ -302,12 +316,16 @@ class Updates:
 
     def _values(self, chunk: Chunk) -> ValueAccess:
         """Each lane has its own: one chunk is in its hands at a time."""
+        if self.visiting is not None and chunk.visiting is not None:
+            return self.visiting.values
         found = self._values_of.get(chunk)
         if found is None:
             found = self._values_of[chunk] = self._value_accesses[chunk.route.value_path, chunk.route.update_in]
         return found
 
     def _access(self, chunk: Chunk) -> RecordAccess:
+        if self.visiting is not None and chunk.visiting is not None:
+            return self.visiting
         return self._record_accesses[chunk.record_path]
 
     def _read_ahead(self) -> None:
