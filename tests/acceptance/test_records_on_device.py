@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
+from offload.step.updates import records_on_device
 from offload.step.updates.records_on_device import RecordsOnDevice
 from tests.crosses import in_turn
 from tests.devices import says_it_has
@@ -342,3 +343,15 @@ def test_a_closed_engine_holds_no_memory_for_records(started: Start) -> None:
     before = accelerator.memory_use().now
     engine.close()
     assert before - accelerator.memory_use().now >= held > 0
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "split"])
+def test_where_no_kernel_of_ours_updates_them_records_stay_home(
+    started: Start, monkeypatch: pytest.MonkeyPatch, state_format: str
+) -> None:
+    """As on a GPU where the kernels are not there, or not for this format: torch operations take longer there than the CPU."""
+    monkeypatch.setattr(records_on_device, "takes_one_pass", lambda device, record: record.state_format.value == "fp32")
+    engine, elsewhere = started(ROOMY, state_format=state_format), started(None, state_format=state_format)
+    for number in range(4):
+        assert_same_bits(step(engine, number), step(elsewhere, number))
+    assert (records_on_device_of(engine).peak_nbytes > 0) == (state_format == "fp32")

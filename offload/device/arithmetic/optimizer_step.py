@@ -51,6 +51,15 @@ def has_compiled(device: torch.device, hyper: Hyper, state_format: StateFormat) 
     return is_known and compiled_kernels.of(device) is not None
 
 
+def takes_one_pass(device: torch.device, record: RecordFormat) -> bool:
+    """Whether a kernel of ours updates such records there. Torch operations pass over memory many times, and take the host a
+    launch each. On a machine in numbers: as where the kernels are."""
+    if device.type == "cpu":
+        return True
+    is_known = record.state_format is StateFormat.FP32 and record.moments == MOMENTS
+    return is_known and (virtual_machine() is not None or compiled_kernels.of(device) is not None)
+
+
 def _update_compiled(segments: Sequence[Segment]) -> None:
     """All on one device."""
     exp_avg, exp_avg_sq = MOMENTS

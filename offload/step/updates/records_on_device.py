@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
+from offload.device.arithmetic.optimizer_step import takes_one_pass
 from offload.device.pending import AllOf, Pending
 from offload.layout import round_up
 from offload.model.chunk import Chunk
@@ -57,8 +58,9 @@ class RecordsOnDevice(RecordAccess):
         """It comes or leaves: whoever asks for its records is told where their home is."""
         self._buffer: Lease | None = None
         """For records whose home is a file; as the one of `values` it is kept as long as any are here."""
-        self._are_native = True
-        """Whether the kernels here make the updates, with the host's bits, as far as was seen."""
+        formats = {tools.records.format(chunk) for chunk in self._unit_of}
+        self._are_ours = all(takes_one_pass(tools.accelerator.device, one) for one in formats)
+        """Whether kernels of ours make the updates here, as far as is known: not an optimizer with its own arithmetic."""
         self._ceiling_nbytes = self._waiting_steps = self._calm_steps = 0
         """For so many steps no more come than had room when something had to leave: its way costs more than some updates."""
         self._patience = 1
@@ -79,7 +81,7 @@ class RecordsOnDevice(RecordAccess):
         """Whether the unit's records are at home, and find room in so many bytes with all gradients that are to stay then.
         The unit is in use, so that its last update is over."""
         nbytes = self._nbytes_of.get(unit, 0)
-        if not nbytes or unit in self._here or not self._are_native or self.nbytes + nbytes > spare_nbytes:
+        if not nbytes or unit in self._here or not self._are_ours or self.nbytes + nbytes > spare_nbytes:
             return False
         if self._waiting_steps and self.nbytes + nbytes > self._ceiling_nbytes:
             return False
@@ -230,8 +232,8 @@ class RecordsOnDevice(RecordAccess):
             return False
         is_there = unit.residency.state is UnitState.RESIDENT
         if any(piece.hyper.own is not None for one in updates for piece in one.pieces):
-            self._are_native = False
-        if is_there and self._are_native and self._gradients.hand_over([one.chunk for one in updates]):
+            self._are_ours = False
+        if is_there and self._are_ours and self._gradients.hand_over([one.chunk for one in updates]):
             return True
         self.leave(unit)
         return False
