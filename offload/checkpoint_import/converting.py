@@ -25,9 +25,9 @@ from offload.checkpoint.format.manifest import (
     TensorEntry,
     encode,
 )
+from offload.checkpoint.format.packing import packed, unpacked
 from offload.checkpoint.format.staged_folder import StagedFolder
 from offload.checkpoint.format.tensor_file import TensorFile, TensorSpec, known_dtype, write_file
-from offload.checkpoint.packing import packed
 from offload.checkpoint_import import deepspeed_universal, deepspeed_zero, torch_distributed
 from offload.checkpoint_import.source import Source, SourceParameter, SourceTensor, check_source, reading, refused
 from offload.errors import CheckpointError
@@ -91,7 +91,7 @@ class _Converter:
             buffers=[],
             random=[],
             files=[],
-            client_state=_as_json(source.progress),
+            client_state=_storable(source.progress),
             imported=source.kind,
         )
 
@@ -141,18 +141,18 @@ class _Converter:
         return {name: file.tensor_entry(name) for name, _ in tensors}
 
 
-def _as_json(progress: Mapping[str, object]) -> dict[str, Any]:
-    """Each entry of it, and of the user's client_state, that can be kept in a manifest, as `packed` says."""
+def _storable(progress: Mapping[str, object]) -> dict[str, Any]:
+    """Each entry of it, and of the user's client_state, that a manifest can keep (`packed`), as it will come back."""
     kept: dict[str, Any] = {}
     for key, value in progress.items():
         if key == "client_state" and isinstance(value, Mapping):
             left_out = [name for name, entry in value.items() if not _is_json(packed(entry))]
             if left_out:
                 _log.warning("of client_state %r is left out: there is more in it than plain values and tensors.", left_out)
-            kept[key] = packed({name: entry for name, entry in value.items() if name not in left_out})
+            kept[key] = {name: entry for name, entry in value.items() if name not in left_out}
         else:
-            kept[key] = packed(value) if _is_json(packed(value)) else None
-    return json.loads(json.dumps(kept))  # type: ignore[no-any-return]
+            kept[key] = value if _is_json(packed(value)) else None
+    return {key: unpacked(json.loads(json.dumps(packed(value)))) for key, value in kept.items()}
 
 
 def _is_json(value: object) -> bool:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import offload
+from offload.checkpoint.format.opened import OpenedCheckpoint
 from offload.deepspeed import comm
 from offload.deepspeed.absent import AskedWrongly
 from offload.deepspeed.utils import logger
@@ -73,6 +74,12 @@ def read_latest(folder: Path, *, universal: bool = False) -> str | None:
         return None
     except OSError as error:
         raise StorageError(error.errno, f"{str(file)!r} cannot be read ({error.strerror}).") from error
+
+
+def is_imported(path: Path) -> bool:
+    """Whether a checkpoint of this package was converted from another project's."""
+    with OpenedCheckpoint(path) as opened:
+        return opened.manifest.imported is not None
 
 
 @contextmanager

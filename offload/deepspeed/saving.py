@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import offload
-from offload.checkpoint.packing import packed, unpacked
+from offload.checkpoint.format.packing import packed, unpacked
 from offload.config import expanded
 from offload.deepspeed import comm
-from offload.deepspeed.folder import agreed_tag, own_checkpoint, read_latest, write_latest, write_recovery_script
+from offload.deepspeed.folder import agreed_tag, is_imported, own_checkpoint, read_latest, write_latest, write_recovery_script
 from offload.deepspeed.loss_scaler import LossScaler
 from offload.deepspeed.utils import logger
 from offload.deepspeed_config import Translation
@@ -124,15 +124,18 @@ class Saving:
             raise ConfigError(f"save_checkpoint(save_dir={save_dir!r}): name a folder.")
         name = agreed_tag(str(tag) if tag is not None else f"global_step{self.global_steps}", self._said.tag_validation)
         state = {
-            "client_state": packed(dict(client_state or {})),
+            "client_state": dict(client_state or {}),
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
             "skipped_steps": self.skipped_steps,
-            "loss_scaler": packed(self.loss_scaler.state_dict()),
-            "lr_scheduler": packed(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None else None,
+            "loss_scaler": self.loss_scaler.state_dict(),
+            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
         }
         self.offload_engine.save_checkpoint(
-            expanded(save_dir) / name, client_state=state, leave_gradients=True, without_frozen=exclude_frozen_parameters
+            expanded(save_dir) / name,
+            client_state=packed(state),
+            leave_gradients=True,
+            without_frozen=exclude_frozen_parameters,
         )
         if save_latest and self.global_rank == 0:
             write_latest(expanded(save_dir), name)
@@ -175,23 +178,25 @@ class Saving:
                 state = self.offload_engine.load_values(own, strict=load_module_strict)
             else:
                 state = self.offload_engine.load_checkpoint(own)
+            imported = is_imported(own)
         if "global_steps" not in state:  # saved by an offload.Engine's own call
             return str(path), state
+        state = state if imported else unpacked(state)
         if not load_module_only:
             self._resume(state, load_lr_scheduler_states)
             if load_optimizer_states:
-                self._take_numbers(unpacked(state.get("param_groups")) or ())
-        return str(path), unpacked(state["client_state"])
+                self._take_numbers(state.get("param_groups") or ())
+        return str(path), state["client_state"]
 
     def _resume(self, state: Mapping[str, Any], with_scheduler: bool) -> None:
         self.global_steps, self.global_samples = state["global_steps"], state["global_samples"]
         self.skipped_steps = state["skipped_steps"]
         self.micro_steps = self.global_steps * self._said.batch.accumulation
         if state.get("loss_scaler"):
-            self.loss_scaler.load_state_dict(unpacked(state["loss_scaler"]))
+            self.loss_scaler.load_state_dict(state["loss_scaler"])
             self._show_scale()
         if with_scheduler and self.lr_scheduler is not None and state["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(unpacked(state["lr_scheduler"]))
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
 
     def _trained_names(self) -> list[str]:
         """In the order of the optimizer's groups."""

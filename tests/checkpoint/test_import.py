@@ -33,7 +33,7 @@ from offload.cli.main import main
 
 from ..acceptance.models import ADAM_OPTIONS, ON_CPU, ON_NVME, adamw, stack
 from ..acceptance.runs import assert_close, assert_same_bits, refused
-from .rewriting import content_of
+from .rewriting import content_of, signed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -161,6 +161,44 @@ def test_training_goes_on(trained: Trained, opened: Any, tmp_path: Path, source:
     entries = {entry["fqns"][0]: entry for entry in content_of(tmp_path / "ours")["parameters"]}
     assert entries["inlet.weight"]["step"] == 6 and content_of(tmp_path / "ours")["step_count"] == 6
     assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out")]) == 0
+
+
+def test_what_a_script_of_deepspeeds_kept_comes_back_as_it_was(trained: Trained, opened: Any, tmp_path: Path) -> None:
+    """To an engine of this package: tuples, keys that are no text, numbers that JSON has no words for, tensors."""
+    save_universal(trained, tmp_path / "theirs", 2)
+    file = tmp_path / "theirs" / "mp_rank_00_model_states.pt"
+    kept: dict[str, Any] = {"seen": {3: (0.5, 1)}, "best": float("inf"), "marked": {"__tuple__": [1]}, "__items__": "x"}
+    numbers = {"random": torch.arange(4)}
+    torch.save(torch.load(file, weights_only=False) | kept | numbers | {"lr_scheduler": {"rates": (0.25,)}}, file)
+    import_checkpoint(tmp_path / "theirs", tmp_path / "saved")
+    model = Net()
+    engine = opened(model, adamw(model), ON_CPU)
+    for load in (engine.load_checkpoint, engine.load_values):
+        state = load(tmp_path / "saved")
+        assert torch.equal(state["client_state"].pop("random"), numbers["random"])
+        assert state["client_state"] == kept and state["lr_scheduler"] == {"rates": (0.25,)}
+
+
+HOSTILE_MARKS: tuple[Any, ...] = (
+    *({"__items__": 5}, {"__items__": [5]}, {"__items__": [[[], 1]]}, {"__float__": "x"}, {"__float__": []}, {"__tuple__": 5}),
+    *({"__tensor__": 5}, {"__tensor__": ["nn", []]}, {"__tensor__": ["float32", ["x"]]}, {"__tensor__": ["int8", [2**70]]}),
+    *({"__tensor__": ["float32", [[1], []]]}, {"__tensor__": [[], 1]}, {"__tensor__": []}),
+)
+
+
+@pytest.mark.parametrize("mark", HOSTILE_MARKS, ids=str)
+def test_marks_that_stand_for_nothing(trained: Trained, opened: Any, tmp_path: Path, mark: Any) -> None:
+    """They are found before anything of the engine changes."""
+    save_dcp(trained, tmp_path / "theirs")
+    import_checkpoint(tmp_path / "theirs", tmp_path / "saved")
+    content = content_of(tmp_path / "saved") | {"client_state": {"a": [mark]}}
+    (tmp_path / "saved" / "MANIFEST.json").write_bytes(signed(content, version=2))
+    model = Net()
+    engine = opened(model, adamw(model), ON_CPU)
+    before = engine.state_dict()
+    with refused(offload.CheckpointError, "MANIFEST.json", "client_state"):
+        engine.load_checkpoint(tmp_path / "saved")
+    assert_same_bits(engine.state_dict(), before)
 
 
 @pytest.mark.parametrize("source", SOURCES)

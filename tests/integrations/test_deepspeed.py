@@ -18,7 +18,7 @@ from torch import nn
 
 import offload
 import offload.deepspeed as deepspeed
-from offload.checkpoint.packing import packed, unpacked
+from offload.checkpoint.format.packing import packed, unpacked
 
 from ..acceptance.runs import assert_same_bits, refused
 from .conftest import CONFIG, small

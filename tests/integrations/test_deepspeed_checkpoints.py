@@ -225,6 +225,7 @@ def test_a_scheduler_and_a_state_of_more_than_json_are_gone_on_from(tmp_path: Pa
         scheduler.step()
     file = folder / "mp_rank_00_model_states.pt"
     given = {"best": float("inf"), "seen": {3: (0.5, 1)}, "random": torch.arange(4), "position": 7}
+    given["marked"] = {"__tuple__": [1]}
     content = torch.load(file, weights_only=False) | given | {"strange": {1, 2}, "lr_scheduler": scheduler.state_dict()}
     torch.save(content, file)
     forget()

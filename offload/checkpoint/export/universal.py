@@ -21,9 +21,9 @@ import torch
 from offload.checkpoint.format.folders import sync
 from offload.checkpoint.format.manifest import MANIFEST_NAME, MOMENTS, VALUE, Manifest, ParameterEntry
 from offload.checkpoint.format.opened import OpenedCheckpoint
+from offload.checkpoint.format.packing import unpacked
 from offload.checkpoint.format.staged_folder import StagedFolder, write_failure
 from offload.checkpoint.format.values import check_without_model, whole_buffer, whole_parameter
-from offload.checkpoint.packing import unpacked
 from offload.errors import CheckpointError, StorageError
 from offload.progress import Progress
 

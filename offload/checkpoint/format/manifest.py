@@ -13,6 +13,8 @@ import zlib
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from offload.checkpoint.format.packing import packed
+
 MANIFEST_NAME = "MANIFEST.json"
 FORMAT = "offload-checkpoint"
 VERSION, VERSION_IMPORTED, VERSION_PADDED, VERSION_PARTIAL = 1, 2, 3, 4
@@ -133,6 +135,7 @@ class Manifest:
     random: list[RandomEntry]
     files: list[FileEntry]
     client_state: dict[str, Any] = field(default_factory=dict)
+    """JSON values; where the checkpoint was converted, what `offload.checkpoint.format.packing` makes JSON of."""
     imported: str | None = None
     """What kind of checkpoint it was converted from; None: a run saved it."""
     padding: list[TensorEntry] = field(default_factory=list)
@@ -165,7 +168,7 @@ def encode(manifest: Manifest) -> bytes:
     """The file's bytes: one line with format, version and the checksum of everything after it, then the content."""
     content, version = asdict(manifest), VERSION
     if manifest.imported is not None:
-        version = VERSION_IMPORTED
+        version, content["client_state"] = VERSION_IMPORTED, packed(manifest.client_state)
     elif manifest.without_frozen:
         version = VERSION_PARTIAL
     elif manifest.padding:

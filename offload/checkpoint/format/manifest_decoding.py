@@ -28,6 +28,7 @@ from offload.checkpoint.format.manifest import (
     TensorEntry,
     head,
 )
+from offload.checkpoint.format.packing import unpacked
 from offload.errors import CheckpointError
 from offload.model.file_dtypes import DTYPES
 
@@ -163,6 +164,7 @@ def _decode(content: bytes) -> Manifest:
 
 
 def _manifest(fields: _Fields, version: int) -> Manifest:
+    is_imported = version in KEYS_OF["imported"]
     return Manifest(
         world_size=fields.count("world_size"),
         step_count=fields.count("step_count"),
@@ -173,11 +175,19 @@ def _manifest(fields: _Fields, version: int) -> Manifest:
         buffers=fields.objects("buffers", "buffer", _buffer),
         random=fields.objects("random", "random", _random),
         files=fields.objects("files", "file", _file),
-        client_state=fields.mapping("client_state"),
-        imported=fields.text("imported") if version in KEYS_OF["imported"] else None,
+        client_state=_unpacked(fields) if is_imported else fields.mapping("client_state"),
+        imported=fields.text("imported") if is_imported else None,
         padding=fields.objects("padding", "padding", _tensor) if version in KEYS_OF["padding"] else [],
         without_frozen=version in KEYS_OF["without_frozen"] and fields.truth("without_frozen"),
     )
+
+
+def _unpacked(fields: _Fields) -> dict[str, Any]:
+    packed = fields.mapping("client_state")
+    try:
+        return {name: unpacked(value) for name, value in packed.items()}
+    except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise Malformed(f"its client_state has a mark with what cannot be under it ({error})") from error
 
 
 def _loss_scale(fields: _Fields) -> LossScaleEntry:
