@@ -183,6 +183,7 @@ HOSTILE_MARKS: tuple[Any, ...] = (
     *({"__items__": 5}, {"__items__": [5]}, {"__items__": [[[], 1]]}, {"__float__": "x"}, {"__float__": []}, {"__tuple__": 5}),
     *({"__tensor__": 5}, {"__tensor__": ["nn", []]}, {"__tensor__": ["float32", ["x"]]}, {"__tensor__": ["int8", [2**70]]}),
     *({"__tensor__": ["float32", [[1], []]]}, {"__tensor__": [[], 1]}, {"__tensor__": []}),
+    *({"__tensor__": ["int8", [], [2**70]]}, {"__tensor__": ["int8", [1], "x"]}, {"__tensor__": ["int8", [], [0], [0]]}),
 )
 
 

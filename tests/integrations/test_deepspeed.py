@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import subprocess
 import sys
@@ -333,6 +334,19 @@ def test_weights_as_safetensors_without_the_frozen_ones(start: Callable[..., Any
 def test_states_of_schedulers_are_json() -> None:
     value = {"a": {1: 2, 3: [4.5, float("inf")]}, "b": [None, True, "x"], "c": float("-inf")}
     assert unpacked(packed(value)) == value
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (3, 0, 2), (0,), (), (2, 3)], ids=str)
+def test_states_of_tensors_keep_their_shape(shape: tuple[int, ...]) -> None:
+    assert_same_bits(unpacked(json.loads(json.dumps(packed(torch.ones(shape, dtype=torch.int16))))), torch.ones(shape).short())
+
+
+@pytest.mark.parametrize("tensor", [torch.eye(3).to_sparse(), torch.empty(2, device="meta")], ids=["sparse", "meta"])
+def test_a_tensor_without_elements_to_write_is_refused(start: Callable[..., Any], tensor: torch.Tensor, tmp_path: Path) -> None:
+    engine = start()
+    micro_step(engine)
+    with refused(offload.UsageError, "['x']", "Tensor"):
+        engine.save_checkpoint(str(tmp_path), client_state={"x": tensor})
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -24,8 +24,9 @@ def packed(value: Any) -> Any:
         return {_TUPLE: [packed(item) for item in value]}
     if isinstance(value, float) and not math.isfinite(value):
         return {_FLOAT: str(value)}
-    if isinstance(value, torch.Tensor):
-        return {_TENSOR: [str(value.dtype).removeprefix("torch."), packed(value.tolist())]}
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not (value.is_meta or value.is_quantized):
+        shape = [] if value.numel() else [list(value.shape)]  # which lists without an element do not say
+        return {_TENSOR: [str(value.dtype).removeprefix("torch."), packed(value.tolist()), *shape]}
     return value
 
 
@@ -37,8 +38,9 @@ def unpacked(value: Any) -> Any:
         if set(value) == {_FLOAT}:
             return float(value[_FLOAT])
         if set(value) == {_TENSOR}:
-            dtype, numbers = value[_TENSOR]
-            return torch.tensor(unpacked(numbers), dtype=getattr(torch, dtype), device="cpu")
+            dtype, numbers, *shape = value[_TENSOR]
+            tensor = torch.tensor(unpacked(numbers), dtype=getattr(torch, dtype), device="cpu")
+            return tensor.reshape(*shape) if shape else tensor
         if set(value) == {_TUPLE}:
             return tuple(unpacked(item) for item in value[_TUPLE])
         return {key: unpacked(item) for key, item in value.items()}
