@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import offload
+from offload.checkpoint.format import leftovers
+from offload.checkpoint.format.folders import open_folder
 from offload.checkpoint.format.leftovers import remove_leftovers, take_back
 from offload.checkpoint.format.staged_folder import StagedFolder
 from tests.file_systems import no_locks
@@ -145,6 +147,36 @@ def test_an_aside_that_cannot_have_its_name_hides_no_other(
         assert engine.resume_or_start(saves) == {"n": 1}
     assert str(aside) in caplog.text
     assert engine.resume_or_start(saves) == {"n": 2}
+
+
+@pytest.mark.parametrize("kind", ["another user's", "file", "link"])
+def test_an_aside_that_cannot_be_opened_hides_no_other(
+    saves: Path, opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """Nor is a save beside it refused, nor what it is the name of."""
+    engine = opened((model := stack(blocks=1)), adamw(model), ON_CPU)
+    engine.save_checkpoint(saves / "step-1", client_state={"n": 1})
+    aside = saves / ".offload-aside-0123456789abcdef-step-2"
+    if kind == "file":
+        aside.touch()
+    elif kind == "link":
+        aside.symlink_to(saves / "step-1")
+    else:
+        aside.mkdir()
+
+        def of_others(path: Path, *, follow: bool = False) -> int:
+            if path == aside:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return open_folder(path, follow=follow)
+
+        monkeypatch.setattr(leftovers, "open_folder", of_others)
+    assert engine.resume_or_start(saves) == {"n": 1}
+    assert str(aside) in caplog.text
+    with refused(offload.CheckpointError, "step-2", "cannot be opened"):
+        engine.load_checkpoint(saves / "step-2")
+    engine.save_checkpoint(saves / "step-2", client_state={"n": 2})
+    assert engine.resume_or_start(saves) == {"n": 2}
+    assert os.path.lexists(aside)
 
 
 def test_an_aside_of_a_living_save_is_not_taken_back(saves: Path) -> None:

@@ -37,6 +37,8 @@ _REMOVING = re.compile(rf"\.offload-removing-{_TOKEN}")
 _STAGED = re.compile(rf"\.offload-(new|saving)-{_TOKEN}")
 _ASIDE = re.compile(rf"\.offload-aside-{_TOKEN}-(.+)", re.DOTALL)
 _NEW_LIFETIME_SECONDS = 3600
+_PASSED_OVER = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP)
+"""What one aside folder cannot have its name for, or why it is none of ours: it must not hide the others."""
 _LATE_FILES = 3
 """Of other ranks, which had found the folder before it lost its name."""
 OUR_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.(safetensors|json)|MANIFEST\.json(\.new)?")
@@ -54,22 +56,27 @@ def take_back(parent: Path) -> None:
         if match is None or os.path.lexists(parent / match[1]):
             continue
         try:
-            fileno = open_folder(parent / name)
+            _give_name_back(parent / name, parent / match[1])
         except FileNotFoundError:
-            continue
-        try:
-            if lock_folder(fileno) is not Lock.HELD and not os.path.lexists(parent / match[1]):
-                os.rename(parent / name, parent / match[1])
-                sync(parent)
+            continue  # somebody else did
         except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            if error.errno not in _PASSED_OVER:
                 raise
             _log.warning(
                 "%s is %s, put aside when a save was killed, and cannot be given its name (%s): it is passed over",
                 parent / name, match[1], error.strerror,
             )  # fmt: skip
-        finally:
-            os.close(fileno)
+
+
+def _give_name_back(aside: Path, target: Path) -> None:
+    """Rename it, unless a living process holds it."""
+    fileno = open_folder(aside)
+    try:
+        if lock_folder(fileno) is not Lock.HELD and not os.path.lexists(target):
+            os.rename(aside, target)
+            sync(target.parent)
+    finally:
+        os.close(fileno)
 
 
 def remove_leftovers(parent: Path) -> None:
