@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from struct import Struct
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload import _native_library
+from offload import _native, _native_library
 from offload.device.arithmetic.driver import PARAMETER_NBYTES, Kernels
 from offload.device.arithmetic.flat import DTYPE_CODES
 from offload.device.arithmetic.rules import Hyper, Rule
@@ -34,6 +34,7 @@ COMPILED_NAME = "offload_cuda_kernels"
 
 NO_TENSOR = 3
 """In the place of a dtype's code."""
+_ADAM, _FP32 = _native.RULES[Rule.ADAM.value], _native.STATE_FORMATS["fp32"]
 _THREADS = 256
 _BLOCKS_MOST = 1 << 20
 _BLOCK_NUMEL = 4096
@@ -155,6 +156,22 @@ class DeviceKernels:
     def __init__(self, launch: Any) -> None:
         """`launch(name, block_count, parameter)`: a `Launcher`, or what stands in for one in tests."""
         self._launch = launch
+
+    def update(self, arguments: Iterable[_native.UpdateArguments]) -> None:
+        """What `_native.update` does, of what lies on the device: Adam with fp32 states, in place. Empty ones are left out."""
+        pieces: dict[tuple[int, int], list[AdamPiece]] = {}
+        for one in arguments:
+            if one.rule != _ADAM or one.state_format != _FP32 or one.source_distance:
+                raise AssertionError("the compiled kernel is that of Adam with fp32 states, in place")
+            if one.numel:
+                scalars = scalars_of(
+                    one.lr, one.beta1, one.beta2, one.eps, one.weight_decay, bool(one.decoupled), one.step, one.grad_factor
+                )
+                addresses = one.grad, one.master, one.exp_avg, one.exp_avg_sq, one.values
+                codes = one.grad_dtype, one.values_dtype if one.values else NO_TENSOR
+                pieces.setdefault(codes, []).append(AdamPiece(*addresses, one.numel, scalars))
+        for codes, alike in pieces.items():
+            self.adam(*codes, alike)
 
     def adam(self, grad: int, values: int, pieces: Sequence[AdamPiece]) -> None:
         """One Adam step on each piece with fp32 states. The codes of dtypes are those of all pieces; `values` NO_TENSOR: none

@@ -20,7 +20,7 @@ from offload.device.arithmetic.flat import DTYPE_CODES, check_flat, uses_native
 from offload.device.arithmetic.optimizer_step_torch import update_torch
 from offload.device.arithmetic.records import RecordFormat
 from offload.device.arithmetic.rules import MOMENTS, Hyper, Rule
-from offload.device.arithmetic.segment import MASTER, Segment, StateFormat, scale_name
+from offload.device.arithmetic.segment import Segment, StateFormat, scale_name
 from offload.device.virtual.current import virtual_machine
 
 
@@ -30,19 +30,21 @@ def update(segments: Sequence[Segment]) -> None:
     if (machine := virtual_machine()) is not None:
         machine.pass_over(segments[0].grad, sum(map(touched_nbytes, segments)))
         return
-    native, compiled = list[_native.UpdateArguments](), list[Segment]()
+    native, on_device = list[_native.UpdateArguments](), list[_native.UpdateArguments]()
     for segment in segments:
         _check(segment)
         if uses_native(segment.grad) and segment.hyper.own is None:
             native.append(_arguments(segment))
         elif has_compiled(segment.grad.device, segment.hyper, segment.state_format):
-            compiled.append(segment)
+            on_device.append(_arguments(segment))
         else:
             update_torch(segment)
     if native:
         _native.update(native)
-    if compiled:
-        _update_compiled(compiled)
+    if on_device:
+        kernels = compiled_kernels.of(segments[0].grad.device)
+        assert kernels is not None
+        kernels.update(on_device)
 
 
 def has_compiled(device: torch.device, hyper: Hyper, state_format: StateFormat) -> bool:
@@ -58,32 +60,6 @@ def takes_one_pass(device: torch.device, record: RecordFormat) -> bool:
         return True
     is_known = record.state_format is StateFormat.FP32 and record.moments == MOMENTS
     return is_known and (virtual_machine() is not None or compiled_kernels.of(device) is not None)
-
-
-def _update_compiled(segments: Sequence[Segment]) -> None:
-    """All on one device."""
-    exp_avg, exp_avg_sq = MOMENTS
-    pieces: dict[tuple[int, int], list[compiled_kernels.AdamPiece]] = {}
-    for one in segments:
-        hyper, arrays, values, numel = one.hyper, one.arrays, one.values, one.grad.numel()
-        if numel:
-            codes = DTYPE_CODES[one.grad.dtype], compiled_kernels.NO_TENSOR if values is None else DTYPE_CODES[values.dtype]
-            told = (hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, hyper.decoupled)
-            scalars = compiled_kernels.scalars_of(*told, one.step, one.signed_factor)
-            piece = compiled_kernels.AdamPiece(
-                one.grad.data_ptr(),
-                arrays[MASTER].data_ptr(),
-                arrays[exp_avg].data_ptr(),
-                arrays[exp_avg_sq].data_ptr(),
-                0 if values is None else values.data_ptr(),
-                numel,
-                scalars,
-            )
-            pieces.setdefault(codes, []).append(piece)
-    for codes, alike in pieces.items():
-        kernels = compiled_kernels.of(segments[0].grad.device)
-        assert kernels is not None
-        kernels.adam(*codes, alike)
 
 
 def touched_nbytes(segment: Segment) -> int:

@@ -21,13 +21,12 @@ from offload.device.arithmetic import compiled_kernels
 from offload.device.arithmetic.encoding import SCALE_GROUP
 from offload.device.arithmetic.flat import DTYPE_CODES
 from offload.device.arithmetic.records import RecordFormat
-from offload.device.arithmetic.rules import Hyper, Rule
+from offload.device.arithmetic.rules import Hyper
 from offload.device.arithmetic.segment import MASTER, REMAINDER, StateFormat
 
 _ROW = _native.UPDATE_ROW
 _ALL = slice(None)
 _HOST = torch.device("cpu")
-_ADAM, _FP32 = _native.RULES[Rule.ADAM.value], _native.STATE_FORMATS[StateFormat.FP32.value]
 Numbers = tuple[Hyper, int] | list[tuple[Hyper, int]]
 """The optimizer's, and the step, from 1: of all pieces, or of each."""
 
@@ -190,7 +189,7 @@ class _Table:
         if self._compiled is None:
             _native.update_rows(self._address, self._count)
         else:
-            _launch(self._compiled, self.rows)
+            self._compiled.update(_native.UpdateArguments(*row) for row in self.rows.tolist())
 
     def _tell(self, moments: Set[str], hyper: Hyper, step: int, grad_factor: float) -> None:
         if step < 1 or not self._count:
@@ -229,24 +228,6 @@ def _put_numbers(
     rows["grad_factor"][which] = -grad_factor if hyper.maximize else grad_factor
     rows["rule"][which] = _native.RULES[hyper.rule.value]
     rows["decoupled"][which], rows["nesterov"][which] = hyper.decoupled, hyper.nesterov
-
-
-def _launch(compiled: compiled_kernels.DeviceKernels, rows: Any) -> None:
-    """What `_native.update_rows` does, of rows that lie on a device: Adam with fp32 states."""
-    pieces: dict[tuple[int, int], list[compiled_kernels.AdamPiece]] = {}
-    for row in rows.tolist():
-        one = _native.UpdateArguments(*row)
-        if one.rule != _ADAM or one.state_format != _FP32 or one.source_distance:
-            raise AssertionError("the compiled kernel is that of Adam with fp32 states, in place")
-        if one.numel:
-            scalars = compiled_kernels.scalars_of(
-                one.lr, one.beta1, one.beta2, one.eps, one.weight_decay, bool(one.decoupled), one.step, one.grad_factor
-            )
-            addresses = one.grad, one.master, one.exp_avg, one.exp_avg_sq, one.values
-            codes = one.grad_dtype, one.values_dtype if one.values else compiled_kernels.NO_TENSOR
-            pieces.setdefault(codes, []).append(compiled_kernels.AdamPiece(*addresses, one.numel, scalars))
-    for codes, alike in pieces.items():
-        compiled.adam(*codes, alike)
 
 
 # Assertions: these are the contract between our own layers, and native code behind a wrong size would corrupt memory.
