@@ -120,7 +120,7 @@ class Updates:
         """Hand the unit's update to the lane, once; settles when its new parameters are in place."""
         update = unit.update
         assert update is not None, "there is no update to launch"
-        return update.job or self._launch(unit, update)
+        return self._launch(unit, update)
 
     def _launch(self, unit: Unit, update: UnitUpdate) -> Pending:
         if update.job is None:
@@ -150,7 +150,7 @@ class Updates:
         update = unit.update
         if update is None:
             return
-        job = update.job or self._launch(unit, update)
+        job = self._launch(unit, update)
         if job.done():
             self._take_over(unit, update, job)
         else:
