@@ -113,7 +113,7 @@ class GradientBuffers:
                 transfer.wait()
         if state.lease is not None:
             self._order.put(state)
-        self._stored.discard(state)
+        self._stored.discard(state)  # what is added the store lacks
         assert state.buffer is not None
         if dtype == torch.float32 and state.buffer.dtype != dtype:
             return self._widened(state, state.buffer)
@@ -141,9 +141,8 @@ class GradientBuffers:
         """A new buffer for the chunk; the lease of an earlier one is the caller's to release."""
         store, extents = _place(state, dtype)
         freed_count = state.lease.width if state.lease is not None else 0
-        view, state.lease = store.view(extents[0]), None
-        self._order.remove(state)
-        self._stored.discard(state)
+        self._leave_buffer(state)
+        view = store.view(extents[0])
         if view is None:
             state.lease = self._retaining_lease(state, dtype, freed_count)
             view = state.lease.tensor
@@ -228,7 +227,6 @@ class GradientBuffers:
         state.settle()
         self._release(state)
         state.spilled = state.spilled_from = None
-        self._order.remove(state)
 
     def _release(self, state: ChunkGradient) -> None:
         if state.lease is not None:
@@ -237,8 +235,13 @@ class GradientBuffers:
                 transfer.wait()  # now: what a read brought is compared with what was written while the buffer is still its own
             state.lease.release()
         # Without a lease a write may be going on: the next transfer of its extent waits for it.
-        state.buffer, state.lease = None, None
+        self._leave_buffer(state)
+
+    def _leave_buffer(self, state: ChunkGradient) -> None:
+        """The chunk has no buffer any more: none to be spilled, nor one with what the store has."""
+        self._order.remove(state)
         self._stored.discard(state)
+        state.buffer, state.lease = None, None
 
     # ---- spilling ------------------------------------------------------------------------------------------------
 
@@ -292,9 +295,8 @@ class GradientBuffers:
             store, extents = _place(state, state.buffer.dtype)
             state.transfer = _moved(store.write, extents, state.lease.tensor)
         state.spilled_from = state.lease.release(after=state.transfer)
-        state.spilled, state.buffer, state.lease = state.buffer.dtype, None, None
-        self._stored.discard(state)
-        self._order.remove(state)
+        state.spilled = state.buffer.dtype
+        self._leave_buffer(state)
 
     def _read_back(self, state: ChunkGradient, lease: Lease) -> None:
         assert state.spilled is not None, "a chunk without gradient was asked for"
