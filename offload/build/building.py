@@ -20,6 +20,7 @@ from offload.model.chunk import Chunk
 from offload.model.flat import Flat, ParameterInfo
 from offload.model.optimizer_kinds import InitialState
 from offload.model.unit import Unit
+from offload.planning.cost import computing_seconds
 from offload.planning.placement import Placement, format_of
 from offload.planning.route import FetchPath, Memory, Route
 from offload.planning.use_trace import Expected
@@ -40,9 +41,6 @@ from offload.step.updates.tools import UpdateTools
 from offload.step.updates.update import Updates
 from offload.tiers.memory import MemoryLedger
 from offload.tiers.staging import StagingPool
-
-_BACKWARD_OPERATIONS = 4
-"""Of each parameter for each token, as the planner's cost has it."""
 
 
 def by_unit(infos: Sequence[ParameterInfo], unit_count: int) -> list[list[ParameterInfo]]:
@@ -180,11 +178,16 @@ class Building:
             # Without a budget what the device has left is followed (`_activation_memory`).
             sums.limit(placement.left_on_device(int(budget_nbytes)) if budget_nbytes is not None else 0)
             if self._config.tokens:
-                rates, numel = self._accelerator.rates(), sum(flat.numel for flat in self._layout.flats)
-                sums.expect_in_time(rates.d2h * _BACKWARD_OPERATIONS * self._config.tokens * numel / rates.flops)
+                sums.expect_in_time(self._accelerator.rates().d2h * self._backward_seconds())
         if not placement.sums and not self._config.sums_are_narrow:
             made.take_room_for_sums()  # they are in the plan
         return made
+
+    def _backward_seconds(self) -> float:
+        """What one computes, where the tokens are known."""
+        flats = list(self._layout.flats)
+        numel, trained = sum(flat.numel for flat in flats), sum(flat.numel for flat in flats if flat.trainable)
+        return computing_seconds(self._config.tokens, self._accelerator.rates(), numel, trained / max(numel, 1))[1]
 
     # ---- ways ----------------------------------------------------------------------------------------------------
 

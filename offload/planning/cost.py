@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offload.device.rates import Rates
 from offload.planning.link_seconds import Cost, Load
 from offload.planning.placement import Placement, Problem
 from offload.planning.route import Memory
@@ -23,15 +24,15 @@ from offload.planning.traffic import fetch_counts, spilled_by
 
 
 def step_seconds(problem: Problem, placement: Placement, found: Cost) -> float:
-    """With what the model computes in each part, where that is known: for each token two operations of a parameter in forward,
-    as many in backward, and as many again for its gradient. What moves after the first forward is hidden by the units that it
-    is of, and by others as far as there is room for gradients that leave late: nothing more of it begins while they compute."""
-    seconds, micro_batches = 2 * problem.config.tokens / problem.rates.flops, problem.micro_batches
+    """With what the model computes in each part, where that is known. What moves after the first forward is hidden by the units
+    that it is of, and by others as far as there is room for gradients that leave late: nothing more of it begins while they
+    compute."""
+    tokens, rates, micro_batches = problem.config.tokens, problem.rates, problem.micro_batches
     forward, between, backward, leaving = 0.0, _Computing(), _Computing(), 0
     for unit, route, fetches in zip(
         problem.footprint.units, placement.routes, fetch_counts(problem, placement, micro_batches), strict=True
     ):
-        once, back = seconds * unit.numel, seconds * unit.numel * (1 + unit.trained_share)
+        once, back = computing_seconds(tokens, rates, unit.numel, unit.trained_share)
         gives = bool(unit.trained) and route.gradients_in is not Memory.DEVICE
         forward += once
         between.add((micro_batches - 1) * (once + back), moves=gives or fetches[1] > 0)
@@ -43,6 +44,13 @@ def step_seconds(problem: Problem, placement: Placement, found: Cost) -> float:
         + between.beside(max(found.between.values()), late)
         + backward.beside(max(found.backward.values()), late)
     )
+
+
+def computing_seconds(tokens: int, rates: Rates, numel: int, trained_share: float) -> tuple[float, float]:
+    """Of a forward and of a backward on so many tokens: for each of them two operations of a parameter in forward, as many in
+    backward, and as many again for its gradient."""
+    forward = 2 * tokens / rates.flops * numel
+    return forward, forward * (1 + trained_share)
 
 
 @dataclass(slots=True)

@@ -47,21 +47,24 @@ def blocks() -> nn.Module:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    """`started(device_nbytes, micro_batches=1, tokens=0, narrow=False, **config)`; None: of a device that does not say what it
-    has, where sums lie in host memory. `narrow`: they are in the parameters' dtype. Param: whether records may visit the device
-    too, and have gradients stay for their updates."""
+    """`started(device_nbytes, micro_batches=1, tokens=0, narrow=False, frozen_count=0, **config)`; None: of a device that does
+    not say what it has, where sums lie in host memory. `narrow`: they are in the parameters' dtype. `frozen_count`: blocks.
+    Param: whether records may visit the device too, and have gradients stay for their updates."""
     monkeypatch.setenv("OFFLOAD_ACCELERATOR", "deferred")
     if not getattr(request, "param", False):
         records_stay_home(monkeypatch)
     small(monkeypatch, chunk_numel=4096)
     engines = []
 
-    def start(nbytes: int | None, micro_batches: int = 1, tokens: int = 0, narrow: bool = False, **fields: Any) -> Any:
+    def start(
+        nbytes: int | None, micro_batches: int = 1, tokens: int = 0, narrow: bool = False, frozen_count: int = 0, **fields: Any
+    ) -> Any:
         if nbytes is None:
             monkeypatch.delenv("OFFLOAD_DEVICE_NBYTES", raising=False)
         else:
             monkeypatch.setenv("OFFLOAD_DEVICE_NBYTES", str(nbytes))
         model = blocks()
+        model[:frozen_count].requires_grad_(False)
         config = offload.Config(**({"dtype": "bf16"} | ON_CPU | fields)).expecting(micro_batches, tokens)
         engines.append(offload.initialize(model, adamw(model), with_internal_settings(config, sums_are_narrow=narrow)))
         return engines[-1]
@@ -443,6 +446,20 @@ def test_within_a_budget_for_the_device(started: Any, spare: float, micro_batche
     planned = sum(line["nbytes"] for line in engine.stats()["planned"] if line["tier"] == "device")
     sums = sums_on_device_of(engine).peak_nbytes if parts_of(engine).gradients.sums_on_device is not None else 0
     assert planned + sums <= budget
+
+
+@pytest.mark.parametrize("frozen_count", [0, 2, BLOCKS - 1])
+def test_a_backward_in_which_sums_leave_is_shorter_where_blocks_are_frozen(
+    started: Any, monkeypatch: pytest.MonkeyPatch, frozen_count: int
+) -> None:
+    """Two operations for each token and parameter, two more of a trained one."""
+    said: list[float] = []
+    monkeypatch.setattr(SumsOnDevice, "expect_in_time", lambda _, nbytes: said.append(nbytes))
+    engine = started(ROOMY, 3, 3000, frozen_count=frozen_count)
+    rates, flats = accelerator_of(engine).rates(), list(layout_of(engine).flats)
+    numel, trained = (sum(flat.numel for flat in flats if flat.trainable or whole) for whole in (True, False))
+    assert (trained < numel) == bool(frozen_count)
+    assert said == [pytest.approx(rates.d2h * 2 * 3000 * (numel + trained) / rates.flops)]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
