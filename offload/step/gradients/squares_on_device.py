@@ -30,8 +30,7 @@ class SquaresOnDevice:
                 self._ranges[info.index, chunk.index] = slice(count, count + blocks)
                 count += blocks
             self._whole_ranges[chunk] = slice(begin, count)
-        self._memory = accelerator.memory(8 * count)
-        self._device = self._memory.view(torch.float64)
+        self._device = accelerator.memory(8 * count).view(torch.float64)
         self._lease = pool.lease(SQUARES)
         self._host = self._lease.tensor[: count * 8].view(torch.float64)
         self._parts: dict[tuple[int, int], torch.Tensor] = {}
@@ -87,6 +86,7 @@ class SquaresOnDevice:
         return self._host[self._whole_ranges[chunk]]
 
     def close(self) -> None:
-        """Give the host buffer back."""
-        self._host = self._device
+        """Give the memory back, on the device and on the host."""
+        self._parts, self._tables = {}, {}
+        self._device = self._host = torch.empty(0, dtype=torch.float64, device="cpu")
         self._lease.release()
