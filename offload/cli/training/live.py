@@ -11,7 +11,7 @@ from offload.cli.arguments import check_file
 from offload.cli.process import rss_nbytes
 from offload.cli.progress import ProgressLine
 from offload.cli.text import format_nbytes, format_rate, format_remaining, json_text
-from offload.cli.training.measuring import EngineMeter, Measurements
+from offload.cli.training.measuring import EngineMeter
 from offload.errors import ConfigError
 
 
@@ -41,10 +41,8 @@ class JsonLines:
 class StepLine:
     """The line about a step, shown when it is due, and a step's line of JSON."""
 
-    def __init__(
-        self, measurements: Measurements, meter: EngineMeter, progress: ProgressLine, lines: JsonLines, last_count: int | None
-    ) -> None:
-        self._measurements, self._meter, self._progress, self._lines = measurements, meter, progress, lines
+    def __init__(self, meter: EngineMeter, progress: ProgressLine, lines: JsonLines, last_count: int | None) -> None:
+        self._meter, self._measurements, self._progress, self._lines = meter, meter.measurements, progress, lines
         self._last_count = last_count
         self._started = self._shown_at = self._ended_at = time.perf_counter()
         self._shown_tokens, self._shown_io = 0, meter.io

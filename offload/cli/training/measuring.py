@@ -67,10 +67,11 @@ class Measurements:
 
 
 class EngineMeter:
-    """Reads `engine.stats()`. Its seconds start anew with each reading, so all readings go through here."""
+    """Reads `engine.stats()`. Its seconds start anew with each reading, so all readings go through here, and into
+    `measurements`."""
 
     def __init__(self, engine: offload.Engine, measurements: Measurements) -> None:
-        self._engine, self._measurements = engine, measurements
+        self._engine, self.measurements = engine, measurements
         self._initial_peak_nbytes = 0
         self._held_nbytes = 0
         self.latest: dict[str, Any] = {}
@@ -82,8 +83,9 @@ class EngineMeter:
     def read(self) -> None:
         """Take the engine's counters now."""
         self.latest = stats = self._engine.stats()
+        waits = self.measurements.waits
         for name, seconds in stats["seconds"].items():
-            self._measurements.waits[name] = self._measurements.waits.get(name, 0.0) + seconds
+            waits[name] = waits.get(name, 0.0) + seconds
         self._held_nbytes = max(self._held_nbytes, sum(stats["host_nbytes"].values()))
         if stats["io"] is not None:
             raw = stats["io"]

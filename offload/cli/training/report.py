@@ -12,7 +12,7 @@ import offload
 from offload.cli.corpus import TokenStream
 from offload.cli.process import rss_peak_nbytes
 from offload.cli.text import format_count, format_nbytes, format_rate, format_seconds, table
-from offload.cli.training.measuring import PHASES, EngineMeter, IoTotals, Measurements
+from offload.cli.training.measuring import PHASES, EngineMeter, IoTotals
 
 _TAIL_STEPS = 5
 _STATES = ("parameters", "optimizer states", "gradients")
@@ -25,11 +25,10 @@ def make_report(
     stream: TokenStream,
     config: offload.Config,
     meter: EngineMeter,
-    measurements: Measurements,
     io: IoTotals,
 ) -> dict[str, Any]:
     """Everything the table says, in bytes and seconds. `io`: the counters when the last step ended."""
-    stats, losses = meter.latest, measurements.losses
+    stats, measurements, losses = meter.latest, meter.measurements, meter.measurements.losses
     numel = sum(parameter.numel() for parameter in model.parameters())
     training_io = io - meter.initial_io
     return {
@@ -44,7 +43,7 @@ def make_report(
         "batch": {"sequence": args.sequence, "batch": args.batch, "accumulate": args.accumulate},
         "placement": stats["placement"],
         "states": stats["planned"],
-        "memory": _memory(config, meter, measurements),
+        "memory": _memory(config, meter),
         "resumed_step_count": measurements.resumed_step_count,
         "step_count": measurements.step_count,
         "wanted_step_count": args.steps,
@@ -66,7 +65,7 @@ def make_report(
     }
 
 
-def _memory(config: offload.Config, meter: EngineMeter, measurements: Measurements) -> dict[str, Any]:
+def _memory(config: offload.Config, meter: EngineMeter) -> dict[str, Any]:
     return {
         "cpu": {
             "budget_nbytes": config.cpu_memory,
@@ -78,7 +77,7 @@ def _memory(config: offload.Config, meter: EngineMeter, measurements: Measuremen
             "planned_nbytes": meter.planned_nbytes("device"),
             "peak_nbytes": meter.device_peak_nbytes,
         },
-        "process": {"before_nbytes": measurements.rss_before_nbytes, "peak_nbytes": rss_peak_nbytes()},
+        "process": {"before_nbytes": meter.measurements.rss_before_nbytes, "peak_nbytes": rss_peak_nbytes()},
     }
 
 

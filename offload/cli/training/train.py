@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
             meter = EngineMeter(engine, measurements)
             progress.say(_placement_line(meter))
             with interruption.between_steps():
-                loop = _Loop(args, engine, windows, measurements, meter, interruption, progress, lines)
+                loop = _Loop(args, engine, windows, meter, interruption, progress, lines)
                 loop.run(len(stream))
                 progress.close()
                 meter.read()
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
                 with measurements.phase("close"):
                     engine.close()
                 measurements.seconds["total"] = time.perf_counter() - started
-                report = make_report(args, choice.title, model, stream, config, meter, measurements, io)
+                report = make_report(args, choice.title, model, stream, config, meter, io)
                 print_report(report)
                 if args.profile is not None:
                     print(f"\n{_profile_line(args.profile, loop.profile)}")
@@ -277,15 +277,13 @@ class _Loop:
         args: argparse.Namespace,
         engine: offload.Engine,
         windows: Windows,
-        measurements: Measurements,
         meter: EngineMeter,
         interruption: Interruption,
         progress: ProgressLine,
         lines: JsonLines,
     ) -> None:
         self._args, self._engine, self._model, self._optimizer = args, engine, engine.module, engine.optimizer
-        self._windows = windows
-        self._measurements, self._meter = measurements, meter
+        self._windows, self._meter, self._measurements = windows, meter, meter.measurements
         self._interruption, self._progress, self._lines = interruption, progress, lines
         self.profile: Profile | None = None
         """Of `--profile`, from when it began."""
@@ -304,7 +302,7 @@ class _Loop:
             self._lines.goes_on = True
             self._progress.say(f"going on after step {measurements.resumed_step_count}")
         self._batches = self._windows.training_batches(measurements.resumed_step_count * self._args.accumulate)
-        line = StepLine(measurements, self._meter, self._progress, self._lines, self._last_count)
+        line = StepLine(self._meter, self._progress, self._lines, self._last_count)
         started = time.perf_counter()
         while not (self._interruption.requested or self._is_over(started)):
             if self._args.profile is not None and measurements.step_count == _PROFILED[0] - 1:
