@@ -11,7 +11,8 @@ number.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -43,7 +44,7 @@ class Training(FailureState):
     """See the module. Owned by the thread that drives the model.
 
     synchronizing   False while backwards only accumulate (`Engine.no_sync`)
-    loss_is_scaled  the backward that runs is of a loss multiplied by the loss scale
+    loss_is_scaled  the backward that runs, or was cut short, is of a loss multiplied by the loss scale
     grad_norm       of the last step, before clipping
     """
 
@@ -75,6 +76,10 @@ class Training(FailureState):
         )  # fmt: skip
         self.grad_norm: float | None = None
         self.synchronizing, self.loss_is_scaled = True, False
+        self._scales = False
+        """`scaled_backward` goes on."""
+        self._scaled_backward: Callable[[], object] = lambda: None
+        """What autograd keeps as long as the last backward of a loss of `scaled` goes on: a weak reference."""
         self._clip_once: float | None = None
 
     @property
@@ -139,7 +144,8 @@ class Training(FailureState):
     @contextmanager
     def scaled_backward(self) -> Iterator[None]:
         """Gradients that arrive inside are of a loss multiplied by the loss scale."""
-        before, self.loss_is_scaled = self.loss_is_scaled, True
+        before = self.loss_is_scaled, self._scales
+        self.loss_is_scaled = self._scales = True
         try:
             yield
         except BaseException:
@@ -148,7 +154,7 @@ class Training(FailureState):
                     self.parameter_gradients.take_waiting()  # what the backward that was cut short brought is scaled too
             raise
         finally:
-            self.loss_is_scaled = before
+            self.loss_is_scaled, self._scales = before
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """See `Engine.scaled`."""
@@ -159,7 +165,18 @@ class Training(FailureState):
 
     def _scaled_backward_begins(self, gradient: torch.Tensor) -> None:
         """A hook of a scaled loss: the backward that has just begun is of it."""
-        self.loss_is_scaled = True
+
+        def over() -> None:
+            """Nothing is left to do."""
+
+        torch.autograd.Variable._execution_engine.queue_callback(over)
+        self.loss_is_scaled, self._scaled_backward = True, weakref.ref(over)
+
+    def backward_begins(self) -> None:
+        """An outermost backward reached the model. Whether it is of a scaled loss the one before it does not say: that may have
+        left no gradient, as `torch.autograd.grad`, or have been cut short."""
+        self.check()
+        self.loss_is_scaled = self._scales or self._scaled_backward() is not None
 
     def set_loss_scale(self, value: float) -> None:
         """See `Engine.loss_scale`."""

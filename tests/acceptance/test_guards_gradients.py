@@ -16,7 +16,7 @@ import offload
 
 from .guards import CLIPPING, GRADIENT, SCALING, block_weight, check, everywhere
 from .models import IN_MEMORY, Setup, adamw, stack, two_groups, vector_batches
-from .runs import Run, assert_close, run_engine, simple_loop
+from .runs import Run, assert_close, assert_same_bits, refused, run_engine, simple_loop
 
 
 def _clip(run: Run) -> float:
@@ -236,6 +236,40 @@ def test_fp16_with_the_losss_own_backward(opened: Any, setup: Setup) -> None:
             one.step()
             one.optimizer.zero_grad()
     assert_close(engine.state_dict(), other.state_dict(), 1e-3)
+
+
+def _raises(_: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@everywhere
+@pytest.mark.parametrize("before", ["of the output", "of the input", "cut short"])
+def test_fp16_with_the_losss_own_backward_after_one_of_a_scaled_loss(opened: Any, setup: Setup, before: str) -> None:
+    """One that left no gradient of a parameter, or an exception cut short, says nothing of the next."""
+    found = []
+    for comes_before in (True, False):
+        model = stack()
+        engine = opened(model, adamw(model), setup, dtype="fp16", loss_scale=64.0)
+        for x, y in vector_batches(3):
+            if comes_before:
+                given = x.half().requires_grad_()
+                output = engine.module(given)
+                scaled = engine.scaled(F.mse_loss(output.float(), y))
+                if before == "cut short":
+                    hook = next(model.parameters()).register_hook(_raises)
+                    with pytest.raises(ZeroDivisionError):
+                        scaled.backward()
+                    hook.remove()
+                else:
+                    torch.autograd.grad(scaled, output if before == "of the output" else given)
+                with refused(offload.UsageError, "engine.backward"):
+                    F.mse_loss(engine.module(x.half()).float(), y).backward()
+                engine.zero_grad()
+            engine.scaled(F.mse_loss(engine.module(x.half()).float(), y)).backward()
+            engine.step()
+            engine.zero_grad()
+        found.append(engine.state_dict())
+    assert_same_bits(*found)
 
 
 @everywhere

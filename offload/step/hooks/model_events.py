@@ -73,7 +73,7 @@ class ModelEvents:
 
     def backward_begins(self) -> None:
         """An outermost backward reached the model."""
-        self._training.check()
+        self._training.backward_begins()
         self._parameter_gradients.backward_begins()
         self._speculation.backward_begins()
 
