@@ -123,7 +123,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all that it has; with `set_to_none=False` those that were there become zeros, which a step
-        then applies."""
+        then applies. The latter is collective."""
         self.stepper.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -48,6 +48,7 @@ class MeetingPoint(IntEnum):
     EXPORTING = 10, "engine.export()"
     CLOSING = 11, "engine.close()"
     UNFREEZING = 12, "the first forward with newly trained parameters"
+    PUTTING_ZEROS = 13, "zero_grad(set_to_none=False)"
 
     call: str
 

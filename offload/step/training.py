@@ -206,6 +206,8 @@ class Training(FailureState):
             self.speculation.drop()
             if not set_to_none:
                 self._residency.finish_updates()
+                # Now: after this a rank may be in a collective of the loop's own, where it gives others nothing.
+                self.meet(MeetingPoint.PUTTING_ZEROS)
                 self._settle_shards()
             self.parameter_gradients.drop(set_to_none, besides)
 

@@ -288,15 +288,19 @@ def different_evaluations(fields: dict[str, Any]) -> str:
         return digest(engine.state_dict())
 
 
-def own_collectives(fields: dict[str, Any]) -> dict[str, Any]:
+def own_collectives(fields: dict[str, Any], *, set_to_none: bool) -> dict[str, Any]:
     """Each rank has an expert of its own, and the first evaluates alone. The loop's own collective is behind each call."""
+
+    def zero_grad() -> None:
+        engine.optimizer.zero_grad(set_to_none)
+
     rank, _ = place()
     torch.manual_seed(3)
     model, total = Experts(), torch.ones(1)
     with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
         for step, (x, y) in enumerate(vector_batches(4, seed=rank)):
             loss = F.mse_loss(model(x, [(rank + step) % 3]), y)
-            calls = [lambda loss=loss: engine.backward(loss), engine.step, engine.zero_grad]
+            calls = [lambda loss=loss: engine.backward(loss), engine.step, zero_grad]
             for call in calls:
                 call()
                 dist.all_reduce(total)

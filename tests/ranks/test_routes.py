@@ -83,11 +83,14 @@ def test_evaluations_of_different_lengths(pair: Crew, tmp_path: Path) -> None:
     assert len({one for ranks in found for one in ranks}) == 1
 
 
-def test_collectives_of_the_loops_own(fresh: type[Crew], tmp_path: Path) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_collectives_of_the_loops_own(fresh: type[Crew], tmp_path: Path, set_to_none: bool) -> None:
     """Behind a call that all ranks made, and inside `gathered`, no rank waits for another that is in such a collective."""
     crew = fresh(3, seconds=20)
-    apart = {"stage": 3, "parameters": "cpu", "optimizer_states": "device"}
-    found = [crew.do("own_collectives", fields=case) for case in [*cases(tmp_path), {"stage": 3}, apart]]
+    on_cpu = {"stage": 3, "parameters": "cpu"}
+    apart, far_ahead = on_cpu | {"optimizer_states": "device"}, on_cpu | {"optimizer_states": "cpu", "prefetch": 3}
+    all_cases = [*cases(tmp_path), {"stage": 3}, apart, far_ahead]
+    found = [crew.do("own_collectives", fields=case, set_to_none=set_to_none) for case in all_cases]
     assert len({str(one) for ranks in found for one in ranks}) == 1
 
 
