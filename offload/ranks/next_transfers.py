@@ -33,11 +33,11 @@ class Blocked(IntEnum):
 
 
 class MeetingPoint(IntEnum):
-    """Places of the program that all ranks pass together. `call`: what the user called."""
+    """Places of the program that all ranks pass together. `call`: what the user called; `arguments`: what is alike then."""
 
     NONE = 0, "nothing"
     END_OF_BACKWARD = 1, "the end of backward"
-    STEP = 2, "optimizer.step()"
+    STEP = 2, "optimizer.step()", "numbers in param_groups (a learning rate), norms to clip to, or loss scales"
     CLIPPING = 3, "clip_grad_norm_()"
     GATHERED = 4, "engine.gathered()"
     WRITTEN = 5, "the end of engine.gathered()"
@@ -51,10 +51,11 @@ class MeetingPoint(IntEnum):
     PUTTING_ZEROS = 13, "zero_grad(set_to_none=False)"
 
     call: str
+    arguments: str
 
-    def __new__(cls, number: int, call: str = "") -> MeetingPoint:  # looked up by its number alone
-        point = int.__new__(cls, number)
-        point._value_, point.call = number, call
+    def __new__(cls, number: int, call: str = "", arguments: str = "arguments, or in different states") -> MeetingPoint:
+        point = int.__new__(cls, number)  # looked up by its number alone
+        point._value_, point.call, point.arguments = number, call, arguments
         return point
 
 
@@ -117,7 +118,7 @@ def _pass_point(announcements: Sequence[Announcement]) -> Decision:
         return Decision(mismatch=f"the ranks are at different places: {listed}. All ranks must make the same calls.")
     if any(said.argument != announcements[0].argument for said in announcements):
         return Decision(
-            mismatch=f"the ranks called {points[0].call} with different arguments, or in different states. "
+            mismatch=f"the ranks called {points[0].call} with different {points[0].arguments}. "
             "All ranks must make the same calls."
         )
     asked_for = [said.gathers for said in announcements]

@@ -276,10 +276,10 @@ class ParameterGradients:
                 "optimizer.zero_grad() after each step; to apply a gradient twice, run forward and backward again."
             )
 
-    def sum_of_squares(self, point: MeetingPoint) -> int | None:
+    def sum_of_squares(self, point: MeetingPoint, argument: int = 0) -> int | None:
         """See `GradientSync.sum`."""
         self._drop_taken_out()
-        return self._gradient_sync.sum(point, self._squares)
+        return self._gradient_sync.sum(point, self._squares, argument)
 
     def _squares(self) -> list[torch.Tensor]:
         """Sums of squares, block by block, of what this rank keeps of the gradients."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
@@ -228,9 +229,10 @@ class Training(FailureState):
             self.grad_norm = self._measure_norm(MeetingPoint.CLIPPING)
         return self.grad_norm
 
-    def _measure_norm(self, point: MeetingPoint) -> float:
-        """The global L2 norm of the gradients as they stand, un-scaled; on several ranks, once all are at `point`."""
-        return norm_of(self.parameter_gradients.sum_of_squares(point), self.loss_scale.value)
+    def _measure_norm(self, point: MeetingPoint, argument: int = 0) -> float:
+        """The global L2 norm of the gradients as they stand, un-scaled; on several ranks, once all are at `point` with the same
+        `argument`."""
+        return norm_of(self.parameter_gradients.sum_of_squares(point, argument), self.loss_scale.value)
 
     # ---- step ----------------------------------------------------------------------------------------------------
 
@@ -250,8 +252,9 @@ class Training(FailureState):
             self.speculation.undo_if_changed()
             self.finish_updates()
             self.parameter_gradients.take_assigned()
+            argument = self._digest(self._maker) if self._meeting.waits_for_others else 0
             with self._timeline.waiting("gradients"):
-                norm = self._measure_norm(MeetingPoint.STEP)
+                norm = self._measure_norm(MeetingPoint.STEP, argument)
             clip = self._clip(norm)
             self.speculation.norm_is_known(changes=clip != 1.0)
             if not math.isfinite(norm):
@@ -260,6 +263,11 @@ class Training(FailureState):
             self._enqueue(self._maker, clip / self.loss_scale.value)
             self.loss_scale.step_was_finite()
             self._finish_step()
+
+    def _digest(self, maker: UpdateMaker) -> int:
+        """Of what all ranks are to make the step with: where it differs their weights would."""
+        clipping = self._clip_once, self._max_grad_norm, self.parameter_gradients.clipping.factor()
+        return zlib.crc32(repr((maker.numbers(), clipping, self.loss_scale.value)).encode())
 
     def _clip(self, norm: float) -> float:
         """What the gradients are multiplied by; NaN where their norm is not finite."""

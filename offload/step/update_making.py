@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from itertools import repeat
 from operator import add, attrgetter
 
@@ -17,6 +18,7 @@ from offload.step.components import Components
 
 _INDEX_OF, _UNIT_INDEX_OF, _GROUP_INDEX_OF = attrgetter("index"), attrgetter("unit_index"), attrgetter("group_index")
 _STEP_OF = attrgetter("step")
+_NUMBERS = tuple(one.name for one in fields(Hyper) if one.name != "own")
 
 HyperOf = Callable[[int], Hyper]
 """The numbers of one parameter group, as they stand now."""
@@ -34,6 +36,11 @@ class UpdateMaker:
         """Raises where the numbers of a group make no sense."""
         for group_index in self._group_indices:
             self.hyper_of(group_index)
+
+    def numbers(self) -> list[tuple[object, ...]]:
+        """Of each group; what an optimizer of its own has of them is its own."""
+        hypers = map(self.hyper_of, self._group_indices)
+        return [tuple(getattr(hyper, one) for one in _NUMBERS) for hyper in hypers]
 
     def make(self, live: Sequence[ParameterInfo], factor: float) -> Iterator[tuple[Unit, list[ChunkUpdate]]]:
         """The updates of these parameters, by unit in the order of the next forward: to be enqueued, whatever comes. `factor`:

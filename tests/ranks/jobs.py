@@ -314,6 +314,27 @@ def own_collectives(fields: dict[str, Any], *, set_to_none: bool) -> dict[str, A
         return {"weights": digest(engine.state_dict()), "total": total.item()}
 
 
+def numbers_apart(fields: dict[str, Any], what: str) -> None:
+    """The second step is made with another number on each rank."""
+    rank, _ = place()
+    model = _narrow()
+    with offload.initialize(model, adamw(model), offload.Config(**fields)) as engine:
+        for step in range(2):
+            x, number = torch.ones(2, 3), 0.01 * (1 + rank * step)
+            if what == "loss_scale":
+                engine.loss_scale = number
+            engine.backward(F.mse_loss(model(x), x))
+            if what == "clip":
+                engine.clip_grad_norm_(number)
+            elif what == "clip by torch":
+                nn.utils.clip_grad_norm_(model.parameters(), number)
+            elif what != "loss_scale":
+                engine.optimizer.param_groups[0][what] = number
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            assert step == 0, "nobody was told"
+
+
 def narrow(fields: dict[str, Any], rows: list[int]) -> str:
     """Tiny units, and a batch size of its own on each rank."""
     rank, _ = place()

@@ -94,6 +94,15 @@ def test_collectives_of_the_loops_own(fresh: type[Crew], tmp_path: Path, set_to_
     assert len({str(one) for ranks in found for one in ranks}) == 1
 
 
+@pytest.mark.parametrize("what", ["lr", "weight_decay", "clip", "clip by torch", "loss_scale"])
+def test_numbers_that_differ_are_no_step(fresh: type[Crew], what: str) -> None:
+    """Whole copies would go apart in silence, and of a model in shards each would have a step of its own."""
+    crew = fresh(2)
+    for case in STAGES[:4]:
+        for kind, message in crew.errors("numbers_apart", fields=case, what=what):
+            assert kind == "RankError" and "optimizer.step() with different numbers in param_groups" in message, message
+
+
 def test_tiny_units_and_batch_sizes_of_their_own(pair: Crew, four: Crew, tmp_path: Path) -> None:
     """Units smaller than a block of the layout: some ranks have nothing but padding."""
     for crew, rows in ((pair, [1, 5]), (four, [3, 1, 4, 2])):

@@ -61,9 +61,9 @@ class GradientSync:
     def end_step(self) -> None:
         """Give back what the step's backwards took."""
 
-    def sum(self, point: MeetingPoint, squares: Callable[[], Sequence[Tensor]]) -> int | None:
+    def sum(self, point: MeetingPoint, squares: Callable[[], Sequence[Tensor]], argument: int = 0) -> int | None:
         """The exact sum of all squares, on several ranks of all of them, once they are at `point`; in units of 2**-1074, None
-        where it is not finite. `squares`: those that this rank keeps."""
+        where it is not finite. `squares`: those that this rank keeps. `argument`: see `Meeting.meet`."""
         return exact_sum(squares())
 
 

@@ -145,10 +145,10 @@ class Reduction(GradientSync):
         self._reclaim()
         self._free.clear()
 
-    def sum(self, point: MeetingPoint, squares: Callable[[], Sequence[Tensor]]) -> int | None:
+    def sum(self, point: MeetingPoint, squares: Callable[[], Sequence[Tensor]], argument: int = 0) -> int | None:
         self._ask_rest()
         found: int | None = self._rendezvous.meet(
-            point, lambda: summed_over_ranks(self._ranks, squares, sharded=self._stage > 0)
+            point, lambda: summed_over_ranks(self._ranks, squares, sharded=self._stage > 0), argument=argument
         )
         return found
 
