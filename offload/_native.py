@@ -120,9 +120,15 @@ class Threads(Owner):
         self.pointer = pointer
         self.count = int(loaded().offload_threads_count(pointer))
 
+    def stay_awake(self) -> None:
+        """Wait longer for the next operation before its threads sleep (`offload_threads_stay_awake`)."""
+        if hasattr(loaded(), "offload_threads_stay_awake"):  # a library of this ABI version may lack it
+            check(loaded().offload_threads_stay_awake(self.pointer), "stay_awake")
+
 
 _default_threads: Threads | None = None
 _default_lock = threading.Lock()
+_device_computes = False
 
 
 THREADS_VARIABLE = "OFFLOAD_THREADS"
@@ -136,8 +142,24 @@ def default_threads() -> Threads:
     threads = _default_threads
     if threads is None:
         with _default_lock:
-            threads = _default_threads = _default_threads or Threads(_asked_for_count())
+            threads = _default_threads = _default_threads or _made(_asked_for_count())
     return threads
+
+
+def _made(count: int) -> Threads:
+    threads = Threads(count)
+    if _device_computes:
+        threads.stay_awake()
+    return threads
+
+
+def device_computes() -> None:
+    """From now on a device computes the models of this process: the cores are there for the default pool."""
+    global _device_computes
+    with _default_lock:
+        _device_computes = True
+        if _default_threads is not None:
+            _default_threads.stay_awake()
 
 
 def _asked_for_count() -> int:
@@ -168,9 +190,8 @@ def _threads_for(numel: int, *, all_cores: bool) -> Threads:
 def set_thread_count(count: int) -> None:
     """Replace the default pool by one of `count` threads (0: physical cores); operations that run keep the old one."""
     global _default_threads
-    threads = Threads(count)
     with _default_lock:
-        _default_threads = threads
+        _default_threads = _made(count)
 
 
 def _forget_after_fork() -> None:

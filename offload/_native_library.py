@@ -95,13 +95,14 @@ class IoStatisticsStructure(ctypes.Structure):
     _fields_ = tuple((name, c_int64) for name in IoStatistics._fields)
 
 
-LATER = frozenset({"offload_io_wait_timed"})
+LATER = frozenset({"offload_io_wait_timed", "offload_threads_stay_awake"})
 """Functions that a library of this ABI version may lack: it was built before they were added."""
 
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "offload_set_simd_level": (c_int32,),
     "offload_threads_create": (c_int32, POINTER(c_void_p)),
     "offload_threads_destroy": (c_void_p,),
+    "offload_threads_stay_awake": (c_void_p,),
     "offload_update": (c_void_p, c_void_p, c_int64),
     "offload_gradient_ingest": (c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p),
     "offload_gradients_ingest": (c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_void_p, c_int64),

@@ -57,6 +57,10 @@ OFFLOAD_API int offload_threads_create(int32_t count, offload_threads** out);
  * the memory is left alone. Thread-safe for different pools. */
 OFFLOAD_API int offload_threads_destroy(offload_threads* threads);
 
+/* From its next operation on a pool of eight threads and more waits for the next one about 200 us awake, not 20: for where the
+ * cores have nothing else to do, as beside a device that computes the model. Thread-safe. */
+OFFLOAD_API int offload_threads_stay_awake(offload_threads* threads);
+
 /* Number of threads, the caller included. Thread-safe. */
 OFFLOAD_API int32_t offload_threads_count(const offload_threads* threads);
 

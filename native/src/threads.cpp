@@ -21,8 +21,8 @@ namespace {
 constexpr int kThreadsMax = 1024;
 
 // About 20 us: a chunk's operations follow each other closely, and waking a sleeping thread costs more than that. To wake many
-// takes as long as their share of a chunk, and where there are many a core is free for it: about 200 us then, in which the
-// next chunk comes.
+// takes as long as their share of a chunk: about 200 us then, in which the next chunk comes, where a core is free for each. Where
+// the model computes on them too it would wait for those that only spin.
 constexpr int kSpinCount = 500, kSpinCountOfMany = 5000, kMany = 8;
 
 void pause_briefly() {
@@ -121,7 +121,6 @@ void offload_threads::take_tasks() {
 void offload_threads::work() {
     offload::name_this_thread("offload-kernels");
     const offload::DefaultFloatMode mode;
-    const int spin_count = count_ < offload::kMany ? offload::kSpinCount : offload::kSpinCountOfMany;
     uint64_t seen = 0;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
@@ -136,6 +135,8 @@ void offload_threads::work() {
             if (generation_.load(std::memory_order_relaxed) != seen) continue;
         }
         lock.unlock();
+        const bool spins_long = count_ >= offload::kMany && stays_awake_.load(std::memory_order_relaxed);
+        const int spin_count = spins_long ? offload::kSpinCountOfMany : offload::kSpinCount;
         for (int i = 0; i < spin_count && generation_.load(std::memory_order_acquire) == seen; ++i) offload::pause_briefly();
         lock.lock();
         work_wanted_.wait(lock, [&] { return generation_.load(std::memory_order_relaxed) != seen; });
@@ -159,6 +160,12 @@ int offload_threads_destroy(offload_threads* threads) {
     if (threads == nullptr) return -EINVAL;
     // A child has copies of thread objects without threads: to end them would wait for ever, so they are left.
     if (threads->is_ours()) delete threads;
+    return 0;
+}
+
+int offload_threads_stay_awake(offload_threads* threads) {
+    if (threads == nullptr) return -EINVAL;
+    threads->stay_awake();
     return 0;
 }
 

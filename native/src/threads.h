@@ -58,6 +58,8 @@ struct offload_threads {
 
     int count() const { return count_; }
 
+    void stay_awake() { stays_awake_.store(true, std::memory_order_relaxed); }
+
     // Whether this process made the pool; in a forked child there are no workers.
     bool is_ours() const;
 
@@ -78,6 +80,8 @@ struct offload_threads {
     const int count_;
     const pid_t owner_;
     std::vector<std::thread> workers_;
+
+    std::atomic<bool> stays_awake_{false};
 
     std::mutex callers_; // held through one run()
     std::mutex mutex_;

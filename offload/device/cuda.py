@@ -53,6 +53,7 @@ from typing import Any
 
 import torch
 
+from offload import _native
 from offload.device.accelerator import Accelerator, ResizedMemory, UnitMemory
 from offload.device.arithmetic import compiled_kernels
 from offload.device.device_memory import MemoryUse
@@ -136,6 +137,7 @@ class CudaAccelerator(Accelerator):
         self._total_nbytes = self._former_peak_nbytes = 0
         self._reference: tuple[torch.cuda.Event, int]
         compiled_kernels.prepare(self.device)
+        _native.device_computes()
 
     def unit_memory(self, nbytes: int) -> UnitMemory:
         return _StreamOrderedMemory(nbytes, self.device, self._fetch)

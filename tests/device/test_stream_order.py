@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import offload
+from offload import _native
 from offload.device import cuda
 from offload.device.accelerator import UnitMemory
 from offload.device.cuda import CudaAccelerator
@@ -82,6 +83,18 @@ def in_memory(**options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as nvme:
         patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
         return train(Path(nvme), "device", "device", **options)
+
+
+def test_the_cores_are_there_for_the_pool_beside_a_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the CPU computes the model, threads that spin would be in its way."""
+    monkeypatch.setattr(_native, "_device_computes", False)
+    monkeypatch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+    for on_device in (False, True):
+        if on_device:
+            play(monkeypatch)
+        model = stack(width=16, blocks=1)
+        offload.initialize(model, torch.optim.AdamW(model.parameters())).close()
+        assert _native._device_computes == on_device
 
 
 @pytest.mark.parametrize("room", ["ample", "none"])

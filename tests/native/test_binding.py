@@ -152,6 +152,33 @@ def test_several_callers_share_one_pool() -> None:
 
 
 @needs_library
+def test_a_pool_that_stays_awake_computes_the_same() -> None:
+    found = [_segment() for _ in range(2)]
+    for segment, stays_awake in zip(found, (True, False), strict=True):
+        _native.set_thread_count(8)
+        if stays_awake:
+            _native.default_threads().stay_awake()
+        for _ in range(20):
+            update([segment])
+    assert torch.equal(*(segment.master for segment in found))
+
+
+@needs_library
+def test_default_pools_stay_awake_once_a_device_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    awake: list[_native.Threads] = []
+    monkeypatch.setattr(_native, "_default_threads", None)
+    monkeypatch.setattr(_native, "_device_computes", False)
+    monkeypatch.setattr(_native.Threads, "stay_awake", lambda pool: awake.append(pool))
+    _native.set_thread_count(2)
+    first = _native.default_threads()
+    assert not awake
+    _native.device_computes()
+    assert awake == [first]
+    _native.set_thread_count(8)
+    assert awake == [first, _native.default_threads()]
+
+
+@needs_library
 def test_a_forked_child_computes_and_the_parent_goes_on() -> None:
     """Small tensors: torch's own OpenMP threads would hang in the child."""
     _native.set_thread_count(2)
