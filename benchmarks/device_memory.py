@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that a step moves against `device_memory`, from the least with which it works to what holds everything.
+"""Bytes that a step moves against `device_memory`, from the least with which it works to what holds everything; and without
+that budget, on devices of as much memory, where what the model leaves is found out as it runs.
 
     python benchmarks/device_memory.py --out docs/performance/device_memory.json
 
@@ -11,6 +12,7 @@ losses and the weights at the end are the same in every row, or this fails.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -25,6 +27,8 @@ import offload
 from offload.cli.plans.outline import Outline
 
 BLOCKS, WIDTH, STEPS = 12, 128, 3
+FIRST_STEPS = 6
+"""Without a budget: until all has come that finds room."""
 CASES = (("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
 
 
@@ -42,9 +46,12 @@ class Blocks(nn.Module):
         return x
 
 
-def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+def made(*, apart: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """`apart`: each block is a unit of its own, as larger ones are."""
     torch.manual_seed(0)
     model = Blocks()
+    for block in model.blocks if apart else ():
+        offload.unit(block)
     return model, torch.optim.AdamW(model.parameters())
 
 
@@ -55,11 +62,12 @@ def counters(engine: Any) -> list[int]:
     return [device.copied_in_nbytes, device.copied_out_nbytes, io.read_nbytes if io else 0, io.written_nbytes if io else 0]
 
 
-def step(engine: Any, index: int) -> float:
+def step(engine: Any, index: int, *, counts_activations: bool = False) -> float:
     draw = torch.Generator().manual_seed(index)
     x, y = torch.randn(2, 8, WIDTH, generator=draw)
-    loss = torch.nn.functional.mse_loss(engine.module(x).float(), y)
-    engine.backward(loss)
+    with engine._parts.accelerator.counting() if counts_activations else contextlib.nullcontext():
+        loss = torch.nn.functional.mse_loss(engine.module(x).float(), y)
+        engine.backward(loss)
     engine.step()
     engine.optimizer.zero_grad()
     engine._training.settle()
@@ -96,6 +104,44 @@ def measure(config: offload.Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def measure_without(fields: dict[str, Any], device_nbytes: int) -> dict[str, Any]:
+    """On a device of so much memory, with no budget."""
+    os.environ["OFFLOAD_DEVICE_NBYTES"] = str(device_nbytes)
+    model, optimizer = made(apart=True)
+    with offload.initialize(model, optimizer, offload.Config(**fields)) as engine:
+        losses = [step(engine, index, counts_activations=True) for index in range(FIRST_STEPS)]
+        before = counters(engine)
+        losses += [step(engine, FIRST_STEPS + index, counts_activations=True) for index in range(STEPS)]
+        moved = [(after - first) // STEPS for after, first in zip(counters(engine), before, strict=True)]
+        stats = engine.stats()
+    del os.environ["OFFLOAD_DEVICE_NBYTES"]
+    return {
+        "device_nbytes": device_nbytes, "moved_nbytes": moved, "losses": losses,
+        "resident_peak_nbytes": stats["resident_peak_nbytes"], "visiting_nbytes": stats["visiting_nbytes"],
+        "device_peak_nbytes": stats["device_peak_nbytes"],
+    }  # fmt: skip
+
+
+def least_without(fields: dict[str, Any]) -> int:
+    """What the first step takes, which keeps as little as it can, with the model's own tensors."""
+    os.environ["OFFLOAD_DEVICE_NBYTES"] = str(1 << 40)
+    model, optimizer = made(apart=True)
+    with offload.initialize(model, optimizer, offload.Config(**fields)) as engine:
+        step(engine, 0, counts_activations=True)
+        return int(engine.stats()["device_peak_nbytes"])
+
+
+def sweep_without(case: tuple[str, str], count: int, folder: str) -> list[dict[str, Any]]:
+    fields: dict[str, Any] = {"parameters": case[0], "optimizer_states": case[1], "nvme": folder, "dtype": "bf16"}
+    (_, everything), bare, rows = limits(fields), least_without(fields), list[dict[str, Any]]()
+    for index in range(count):
+        row = measure_without(fields, bare + everything * 5 * index // (4 * max(count - 1, 1)))
+        assert row["device_peak_nbytes"] <= row["device_nbytes"]
+        rows.append({"parameters": case[0], "optimizer_states": case[1]} | row)
+        print(case, f"a device of {row['device_nbytes'] / 2**20:6.2f} MiB", row["moved_nbytes"], flush=True)
+    return rows
+
+
 def limits(fields: dict[str, Any]) -> tuple[int, int]:
     """The least device_memory, and what everything takes, with the sums of micro-batches that are left room for."""
     model, optimizer = made()
@@ -128,9 +174,13 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=".") as folder:
         rows = [row for case in CASES for row in sweep(case, options.points, folder)]
+        without = [row for case in CASES for row in sweep_without(case, options.points, folder)]
+    assert len({tuple(row["losses"]) for row in without}) == 1, "a device's size changed a bit"
+    assert without[0]["losses"][: STEPS + 1] == rows[0]["losses"], "a budget changed a bit"
     assert len({(tuple(row["losses"]), row["weights"]) for row in rows}) == 1, "a budget changed a bit"
     if options.out is not None:
-        options.out.write_text(json.dumps({"blocks": BLOCKS, "width": WIDTH, "results": rows}, indent=1) + "\n")
+        report = {"blocks": BLOCKS, "width": WIDTH, "results": rows, "without": without}
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -76,9 +76,15 @@ def device_memory(report: dict[str, Any]) -> str:
     for row in report["results"]:
         name = f"{row['parameters']}, {row['optimizer_states']}"
         lines.setdefault(name, []).append((row["device_memory"] / 2**20, sum(row["moved_nbytes"]) / 2**20))
+    for row in report["without"]:
+        name = f"{row['parameters']}, {row['optimizer_states']}: no budget, a device of so much"
+        lines.setdefault(name, []).append((row["device_nbytes"] / 2**20, sum(row["moved_nbytes"]) / 2**20))
     title = "Bytes that a step moves against device_memory, over all links"
     # What lies under another line is wider: the last two differ only where little is granted.
-    drawn = [Line(name, points, width=6.0 if name == "cpu, nvme" else 2.0) for name, points in lines.items()]
+    drawn = [
+        Line(name, points, width=6.0 if name == "cpu, nvme" else 2.0, dashed="no budget" in name)
+        for name, points in lines.items()
+    ]
     return svg(title, "device_memory, MiB (parameters, states: the furthest places)", "MiB a step", drawn)
 
 
