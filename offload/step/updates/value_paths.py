@@ -280,7 +280,7 @@ class ValuesCopiedOut(ValueAccess):
         leaving.wait()
 
 
-class ValuesInUnit(ValueAccess):
+class ValuesInUnit(ValuesInPlace):
     """The kernel runs on the device, and the unit is resident there, whatever its route says: the values stay where the next
     forward finds them. Their home, if it is elsewhere, is behind until somebody asks for them."""
 
@@ -289,15 +289,6 @@ class ValuesInUnit(ValueAccess):
         self.buffer: Lease | None = None
         """For values whose home is a file; whoever has such a unit updated here gives it."""
         parameter_store.bring_home = self._bring_home
-
-    def is_at_hand(self, chunk: Chunk) -> bool:
-        return True
-
-    def stays(self, chunk: Chunk) -> bool:
-        return True
-
-    def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
-        return chunk.values
 
     def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
         chunk.parameters.behind = chunk.route.has_store
