@@ -14,12 +14,20 @@ import offload
 from tests.gpu.loops import LENGTH, VOCABULARY, Language
 
 
-def main(config: dict[str, object]) -> None:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def main(configs: list[dict[str, object]]) -> None:
+    """One engine after the other: a process takes longer to start than all of them."""
     device = "cuda" if os.environ["OFFLOAD_ACCELERATOR"] == "cuda" else "cpu"
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.distributed.init_process_group("gloo")
+    for config in configs:
+        print(json.dumps(train(config, device)), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+def train(config: dict[str, object], device: str) -> dict[str, object]:
+    """This rank's losses, and the digest of all weights."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
     model = Language()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
@@ -35,8 +43,7 @@ def main(config: dict[str, object]) -> None:
         total = hashlib.sha256()
         for name, value in sorted(engine.state_dict().items()):
             total.update(name.encode() + value.float().numpy().tobytes())
-    print(json.dumps({"rank": rank, "losses": losses, "digest": total.hexdigest()}), flush=True)
-    torch.distributed.destroy_process_group()
+    return {"losses": losses, "digest": total.hexdigest()}
 
 
 if __name__ == "__main__":

@@ -16,15 +16,16 @@ from .conftest import Where
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(where: Where, **config: Any) -> tuple[list[list[float]], str]:
-    """Losses by rank, and the digest of the weights, which is that of both."""
+def run(where: Where, configs: list[dict[str, Any]]) -> list[tuple[list[list[float]], str]]:
+    """With each of these: losses by rank, and the digest of the weights, which is that of both."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     common = plain | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     common |= {"OFFLOAD_ACCELERATOR": where.accelerator, "PYTHONPATH": str(ROOT), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    command = [sys.executable, "-m", "tests.gpu.rank_worker", json.dumps({"dtype": "bf16", "max_grad_norm": 0.5} | config)]
+    given = [{"dtype": "bf16", "max_grad_norm": 0.5} | config for config in configs]
+    command = [sys.executable, "-m", "tests.gpu.rank_worker", json.dumps(given)]
     processes = [
         subprocess.Popen(
             command,
@@ -36,27 +37,30 @@ def run(where: Where, **config: Any) -> tuple[list[list[float]], str]:
         )
         for rank in range(2)
     ]
-    answers = []
+    said: list[list[dict[str, Any]]] = []
     try:
         for process in processes:
-            out, errors = process.communicate(timeout=120)
+            out, errors = process.communicate(timeout=240)
             assert process.returncode == 0, errors[-3000:]
-            answers.append(json.loads(out.splitlines()[-1]))
+            said.append([json.loads(line) for line in out.splitlines()[-len(configs) :]])
     finally:
         for process in processes:
             process.kill()
-    assert len({answer["digest"] for answer in answers}) == 1
-    return [answer["losses"] for answer in answers], answers[0]["digest"]
+    both = list(zip(*said, strict=True))
+    assert all(one["digest"] == other["digest"] for one, other in both)
+    return [([one["losses"], other["losses"]], one["digest"]) for one, other in both]
 
 
 def test_stages_and_placements(where: Where, tmp_path: Path) -> None:
-    expected = run(where, stage=3, parameters="device", optimizer_states="device")
-    runs: list[dict[str, Any]] = [
-        {"stage": 3, "parameters": "cpu", "optimizer_states": "cpu"},
-        {"stage": 3, "parameters": "nvme", "optimizer_states": "nvme", "nvme": str(tmp_path), "update": "backward"},
-        {"stage": 2, "parameters": "device", "optimizer_states": "cpu"},
-        {"stage": 1, "parameters": "device", "optimizer_states": "cpu"},
-        {"stage": 0, "parameters": "device", "optimizer_states": "device"},
-    ]
-    for config in runs:
-        assert run(where, **config) == expected, config
+    expected, *found = run(
+        where,
+        [
+            {"stage": 3, "parameters": "device", "optimizer_states": "device"},
+            {"stage": 3, "parameters": "cpu", "optimizer_states": "cpu"},
+            {"stage": 3, "parameters": "nvme", "optimizer_states": "nvme", "nvme": str(tmp_path), "update": "backward"},
+            {"stage": 2, "parameters": "device", "optimizer_states": "cpu"},
+            {"stage": 1, "parameters": "device", "optimizer_states": "cpu"},
+            {"stage": 0, "parameters": "device", "optimizer_states": "device"},
+        ],
+    )
+    assert len(found) == 5 and all(one == expected for one in found)
