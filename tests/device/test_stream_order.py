@@ -28,6 +28,7 @@ from offload.step.updates.update import Updates
 from offload.tiers.memory import HostMemory
 from tests.acceptance.chosen import choosing
 from tests.acceptance.models import Stack, stack, vector_batches
+from tests.crosses import in_turn
 from tests.device import played_cuda
 from tests.device.played_cuda import PlayedAccelerator, Race, Stream, Watch, play
 from tests.devices import before_each_copy, gradient_buffers, records_stay_home, says_it_has
@@ -185,6 +186,7 @@ MIXED: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+UPDATED_ON_HOST = [("cpu", "cpu"), ("device", "cpu"), ("cpu", "nvme"), ("nvme", "cpu"), ("nvme", "nvme")]
 PARTS = [("cpu", "device"), ("nvme", "device"), ("device", "cpu"), ("device", "nvme"), ("cpu", "cpu"), ("nvme", "nvme")]
 
 
@@ -228,6 +230,50 @@ def test_no_race_with_few_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     play(monkeypatch)
     gradient_buffers(monkeypatch, lambda _: 1)
     train(tmp_path, "cpu", "cpu")
+
+
+def train_while_records_visit(nvme: Path, places: tuple[str, str], micro_batches: int) -> Any:
+    """What saves is on a stream of its own, and makes it wait for nothing."""
+    model: Stack = stack(blocks=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = {"parameters": places[0], "optimizer_states": places[1], "nvme": str(nvme), "dtype": "bf16", "max_grad_norm": 0.5}
+    losses, another = list[torch.Tensor](), Stream("another")
+    with Watch():
+        engine = offload.initialize(model, optimizer, config | {"update": "step"})
+    with engine, Watch():
+        batches = iter(vector_batches(8 * micro_batches))
+        for number in range(8):
+            for count in range(micro_batches):
+                x, y = next(batches)
+                with contextlib.nullcontext() if count == micro_batches - 1 else engine.no_sync():
+                    loss = torch.nn.functional.mse_loss(model(x).float(), y)
+                    engine.backward(loss)
+                losses.append(loss.detach())
+            engine.step()
+            engine.optimizer.zero_grad()
+            if number in (3, 6):
+                with played_cuda.stream(another):
+                    engine.save_checkpoint(nvme / f"saved{number}", wait=number == 6)
+        return [loss.item() for loss in losses], engine.state_dict(), engine.stats()["visiting_peak_nbytes"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "states", "micro_batches", "elsewhere"), in_turn(UPDATED_ON_HOST, [1, 2], [False, True, True])
+)
+def test_no_race_where_records_visit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameters: str, states: str, micro_batches: int, elsewhere: bool
+) -> None:
+    """`elsewhere`: backward runs in a thread of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+        (tmp_path / "expected").mkdir()
+        expected = train_while_records_visit(tmp_path / "expected", ("device", "device"), micro_batches)
+    play(monkeypatch)
+    if elsewhere:
+        played_cuda.backward_elsewhere(monkeypatch)
+    losses, weights, visiting_nbytes = train_while_records_visit(tmp_path, (parameters, states), micro_batches)
+    assert visiting_nbytes > 0, "nothing visited"
+    assert losses == expected[0] and all(torch.equal(weights[name], expected[1][name]) for name in weights)
 
 
 class Unordered(PlayedAccelerator):

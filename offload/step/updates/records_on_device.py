@@ -67,10 +67,13 @@ class RecordsOnDevice(RecordAccess):
         """For how many it will be the next time; twice as many each time that it was not enough."""
         self._has_left = False
         """In this step."""
+        self._updated: dict[Unit, Pending] = {}
+        """When the device has made the last update of a unit that is here, on whatever stream the step was."""
         self.leaving: Callable[[Sequence[Chunk]], object] = len
         """Told of chunks whose records leave: whoever knows where they were lets go of it."""
         self.nbytes = self.peak_nbytes = 0
         records.bring_home = lambda chunk: self.leave(self._unit_of[chunk])
+        tools.parameter_store.bring_home = self._values_home
 
     def __contains__(self, unit: object) -> bool:
         return unit in self._here
@@ -166,6 +169,7 @@ class RecordsOnDevice(RecordAccess):
         if unit not in self._here or unit is self._moving:
             return
         self.leaving(unit.trained_chunks)
+        self._after_update(unit)
         with self._moving_of(unit):
             AllOf([self._copied_out(chunk) for chunk in unit.trained_chunks]).wait()
             for chunk in unit.trained_chunks:
@@ -173,6 +177,7 @@ class RecordsOnDevice(RecordAccess):
         for chunk in unit.trained_chunks:
             chunk.visiting, chunk.record.behind = None, False
         del self._here[unit]
+        self._updated.pop(unit, None)
         self._count()
         if not self._here:
             self._give_buffers_back()
@@ -189,6 +194,15 @@ class RecordsOnDevice(RecordAccess):
         written = self._records.write(chunk, content)
         written.wait()
         return written
+
+    def _values_home(self, chunk: Chunk) -> None:
+        self._after_update(self._unit_of[chunk])
+        self.values.bring_home(chunk)
+
+    def _after_update(self, unit: Unit) -> None:
+        """Have what compute is given now run behind the unit's update: whoever asks may be on another stream than the step."""
+        if unit in self._updated:
+            self._accelerator.join(self._updated[unit])
 
     def limit(self, nbytes: int) -> None:
         """From now on so much may be taken. What is beyond it leaves, the last that came first; its memory is free then."""
@@ -221,6 +235,7 @@ class RecordsOnDevice(RecordAccess):
             for chunk in unit.trained_chunks:
                 chunk.visiting, chunk.record.behind, chunk.parameters.behind = None, False, False
         self._here.clear()
+        self._updated.clear()
         self._give_buffers_back()
         self.nbytes = 0
 
@@ -237,6 +252,10 @@ class RecordsOnDevice(RecordAccess):
             return True
         self.leave(unit)
         return False
+
+    def was_given(self, unit: Unit, updated: Pending) -> None:
+        """The device has the unit's update; `updated` when it is made."""
+        self._updated[unit] = updated
 
     def begin(self, update: ChunkUpdate) -> torch.Tensor:
         assert update.chunk.visiting is not None

@@ -106,8 +106,9 @@ class Updates:
         visits = self.visiting is not None and self.visiting.takes(unit, chunks)
         memory = Memory.DEVICE if visits else unit.route.update_in
         unit.update = self._queue[unit] = UnitUpdate(chunks, run, memory)
-        if visits:
+        if self.visiting is not None and visits:
             self._launch(unit, unit.update).wait()  # given to compute now: the records leave as soon as somebody wants the room
+            self.visiting.was_given(unit, unit.update.published[-1])
         elif self._reads and memory is Memory.HOST:
             self._ahead.extend(chunks)
 

@@ -288,13 +288,13 @@ class ValuesInUnit(ValuesInPlace):
         self._accelerator, self._parameter_store = accelerator, parameter_store
         self.buffer: Lease | None = None
         """For values whose home is a file; whoever has such a unit updated here gives it."""
-        parameter_store.bring_home = self._bring_home
 
     def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
         chunk.parameters.behind = chunk.route.has_store
         return _OVER
 
-    def _bring_home(self, chunk: Chunk) -> None:
+    def bring_home(self, chunk: Chunk) -> None:
+        """`ChunkStore.bring_home` of the values."""
         chunk.parameters.behind = False  # to be asked for its home
         try:
             self._parameter_store.settle_copies(chunk)
