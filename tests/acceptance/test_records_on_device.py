@@ -15,10 +15,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
+from offload.device.deferred import DeferredAccelerator
+from offload.planning.purposes import RECORDS, UPDATED_PARAMETERS
 from offload.step.updates import records_on_device
 from offload.step.updates.records_on_device import RecordsOnDevice
+from offload.tiers.staging import Lease, StagingPool
 from tests.crosses import in_turn
-from tests.devices import says_it_has
+from tests.devices import computed_on, says_it_has
 from tests.inside import accelerator_of, finish_updates, parts_of, records_on_device_of, settle_writes
 from tests.small_sizes import small
 
@@ -179,6 +182,44 @@ def test_where_room_comes_and_goes_records_do_not_with_each_step(started: Start)
             comings.append(number)
     assert 2 < len(comings) < 8 and comings[-1] - comings[-2] > comings[1] - comings[0]
     assert_same_bits(engine.state_dict(), elsewhere.state_dict())
+
+
+def test_where_the_allocator_has_no_memory_for_them_they_wait(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though there seemed to be enough (it may lie in pieces): it is asked once, and longer and longer not again. Each time it
+    gives back all that it kept first."""
+    asked, number = list[int](), 0
+
+    def in_pieces(inner: type[Any]) -> type[Any]:
+        def memory(device: Any, nbytes: int) -> torch.Tensor:
+            if nbytes > 2**16:  # what a unit's gradients or values take is less
+                asked.append(number)
+                raise torch.OutOfMemoryError("in pieces")
+            made: torch.Tensor = inner.memory(device, nbytes)
+            return made
+
+        return type(inner.__name__, (inner,), {"memory": memory})
+
+    computed_on(monkeypatch, DeferredAccelerator, in_pieces)
+    engine, elsewhere = started(ROOMY), started(None)
+    for number in range(40):
+        assert_same_bits(step(engine, number), step(elsewhere, number))
+    assert asked == sorted(set(asked)) and 2 < len(asked) < 8 and asked[-1] - asked[-2] > asked[1] - asked[0]
+
+
+def test_records_that_find_no_buffer_leave_the_others_theirs(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, elsewhere = started(ROOMY, ("nvme", "nvme")), started(None)
+    try_lease = StagingPool.try_lease
+
+    def few(pool: StagingPool, purpose: str, width: int = 1) -> Lease | None:
+        return try_lease(pool, purpose, width) if purpose != UPDATED_PARAMETERS else None
+
+    monkeypatch.setattr(StagingPool, "try_lease", few)
+    pool = parts_of(engine).pool
+    for number in range(4):
+        assert_same_bits(step(engine, number), step(elsewhere, number))
+    moved(engine)
+    assert records_on_device_of(engine).nbytes == 0
+    assert pool.free_count(RECORDS) == pool.stats.consumers[RECORDS].count
 
 
 def test_an_evaluation_of_what_was_trained_on_has_nothing_leave(started: Start) -> None:

@@ -86,7 +86,7 @@ class RecordsOnDevice(RecordAccess):
         nbytes = self._nbytes_of.get(unit, 0)
         if not nbytes or unit in self._here or not self._are_ours or self.nbytes + nbytes > spare_nbytes:
             return False
-        if self._waiting_steps and self.nbytes + nbytes > self._ceiling_nbytes:
+        if (self._waiting_steps or self._has_left) and self.nbytes + nbytes > self._ceiling_nbytes:
             return False
         if unit.update is not None or not self._gradients.may_stay(unit.trained_chunks):
             return False
@@ -94,11 +94,18 @@ class RecordsOnDevice(RecordAccess):
 
     def come(self, unit: Unit) -> None:
         """Bring the unit's records, which `may_come`. Where there is no memory after all they stay at home."""
-        if not self._has_buffers(unit):
-            return
+        try:
+            if self._has_buffers(unit):
+                self._bring(unit)
+        finally:
+            if not self._here:
+                self._give_buffers_back()
+
+    def _bring(self, unit: Unit) -> None:
         try:
             memory = self._accelerator.memory(self._nbytes_of[unit])
         except torch.OutOfMemoryError:
+            self._give_up_room()
             return
         self._accelerator.copy_in_after_compute()  # which zeroed it
         places, start = list[tuple[Chunk, torch.Tensor]](), 0
@@ -212,6 +219,10 @@ class RecordsOnDevice(RecordAccess):
     def make_room(self) -> None:
         """The last that came leaves."""
         self.leave(next(reversed(self._here)))
+        self._give_up_room()
+
+    def _give_up_room(self) -> None:
+        """More than are here now found no room."""
         self._ceiling_nbytes, self._has_left = self.nbytes, True
 
     def leave_all(self) -> None:
