@@ -18,6 +18,7 @@ import offload
 from offload.device.deferred import DeferredAccelerator
 from offload.planning.purposes import RECORDS, UPDATED_PARAMETERS
 from offload.step.updates import records_on_device
+from offload.step.updates.chunk_arithmetic import ChunkArithmetic
 from offload.step.updates.records_on_device import RecordsOnDevice
 from offload.tiers.staging import Lease, StagingPool
 from tests.crosses import in_turn
@@ -220,6 +221,25 @@ def test_records_that_find_no_buffer_leave_the_others_theirs(started: Start, mon
     moved(engine)
     assert records_on_device_of(engine).nbytes == 0
     assert pool.free_count(RECORDS) == pool.stats.consumers[RECORDS].count
+
+
+def test_records_leave_while_the_host_updates_others() -> None:
+    """It notes for the first time where those lie, on its lane, as what has left is forgotten."""
+    arithmetic = ChunkArithmetic(*2 * (None,))  # type: ignore[arg-type]
+    others = iter(range(100))
+
+    class Leaving:
+        """Asked whether it is one that leaves."""
+
+        def __hash__(self) -> int:
+            arithmetic._joined[str(next(others)), 0] = [], None  # type: ignore[index, assignment]
+            return 0
+
+    leaving = [Leaving(), Leaving()]
+    for one in leaving:
+        arithmetic._joined[one, 0] = [], None  # type: ignore[index, assignment]
+    arithmetic.forget(leaving[:1])  # type: ignore[arg-type]
+    assert (leaving[1], 0) in arithmetic._joined and len(arithmetic._joined) > 2  # type: ignore[comparison-overlap]
 
 
 def test_an_evaluation_of_what_was_trained_on_has_nothing_leave(started: Start) -> None:

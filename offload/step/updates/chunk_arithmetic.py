@@ -85,7 +85,9 @@ class ChunkArithmetic:
     def forget(self, chunks: Iterable[Chunk]) -> None:
         """Let go of where these are updated: their records leave there."""
         gone = set(chunks)
-        self._joined = {key: known for key, known in self._joined.items() if key[0] not in gone}
+        for key in list(self._joined):  # one call of C: the lane of the host's updates may be adding others
+            if key[0] in gone:
+                self._joined.pop(key, None)
 
     def close(self) -> None:
         """Let go of memory that is others'."""
