@@ -70,7 +70,7 @@ class Uses:
         """The unit's parameters must be there from now on. `recorded`: part of a training step, so of its trace. `module_id`:
         which of its modules uses it; None: all of it is used."""
         self._open(unit, recorded=recorded, module_id=module_id)
-        companions = _companions_of(unit)
+        companions = _companions_of(unit) if unit.uses.companions else []  # most have none
         for count, companion in enumerate(companions):
             try:
                 self._open(companion, recorded=recorded)
@@ -93,7 +93,7 @@ class Uses:
     def end(self, unit: Unit, *, recorded: bool, then: Callable[[], None] | None = None) -> None:
         """`then`: what the end of the use leads to, before other units take the room."""
         unit.uses.called_count -= 1
-        for companion in _companions_of(unit):
+        for companion in _companions_of(unit) if unit.uses.companions else ():
             self._end(companion, recorded=recorded)
         self._end(unit, recorded=recorded, then=then)
 
@@ -239,8 +239,6 @@ class Uses:
 
 def _companions_of(unit: Unit) -> list[Unit]:
     """All that come with it: its own companions and theirs, each once, though two units may be each other's."""
-    if not unit.uses.companions:  # as most often
-        return []
     found = [unit]
     for one in found:  # what is added on the way is gone through, too
         found += [companion for companion in one.uses.companions if companion not in found]
