@@ -45,6 +45,7 @@ and slow: the driver copies through a buffer of its own and holds the calling th
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -63,6 +64,7 @@ from offload.device.pending import Pending
 from offload.device.recording import COLLECTIVES, D2H, H2D, Stamp
 from offload.errors import ConfigError
 
+_log = logging.getLogger(__name__)
 _ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered: our own fault, never the system's
 
 
@@ -246,7 +248,11 @@ class CudaAccelerator(Accelerator):
         if status == _ALREADY_REGISTERED:
             raise AssertionError(f"{nbytes} bytes of host memory were registered twice")
         if status != 0:
-            self._unregistered(nbytes, status)
+            reason = self._last_error()
+            if is_written:  # it moves once: no more than slower
+                _log.info("%d bytes of host memory are copied unregistered (error %d, %s)", nbytes, status, reason)
+            else:
+                self._unregistered(nbytes, status, reason)
             return None
 
         def unpin() -> None:
@@ -306,15 +312,16 @@ class CudaAccelerator(Accelerator):
         # What is freed after this goes back to the stream that it was allocated on, and another may have used it last.
         self.wait_for_all()
 
-    def _unregistered(self, nbytes: int, status: int) -> None:
+    def _last_error(self) -> str:
         # The CUDA runtime hands its last error to whoever launches next: take it out of the user's way. The launch
         # itself does happen, so that nothing else can be hidden.
         try:
             torch.zeros(1, device=self.device)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-        else:
-            reason = "no text"
+            return str(error).splitlines()[0]
+        return "no text"
+
+    def _unregistered(self, nbytes: int, status: int, reason: str) -> None:
         if self.copies_beside:  # it is the first time
             self.copies_beside = False
             warnings.warn(

@@ -11,6 +11,7 @@ import functools
 import gc
 import itertools
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -412,6 +413,27 @@ def test_memory_that_cannot_be_registered_is_said_once_and_used_all_the_same(
     with pytest.warns(RuntimeWarning, match="cudaHostRegister: error 2") as said:
         train(tmp_path, "cpu", "cpu")
     assert len(said) == 1
+
+
+def test_records_that_cannot_be_registered_as_they_come_make_nothing_else_slower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They move once: what is fetched in every step goes on beside the program, and nothing is warned of."""
+    play(monkeypatch)
+    pin, beside, late = CudaAccelerator.pin, list[bool](), [False]
+    played_cuda.at_registration(monkeypatch, lambda address, nbytes: 2 if late[0] else 0)
+
+    def refused_late(device: CudaAccelerator, address: int, nbytes: int, *, is_written: bool = False) -> Any:
+        late[0] = is_written
+        found = pin(device, address, nbytes, is_written=is_written)
+        beside.append(device.copies_beside)
+        return found
+
+    monkeypatch.setattr(CudaAccelerator, "pin", refused_late)
+    with warnings.catch_warnings(), caplog.at_level("INFO", "offload.device.cuda"):
+        warnings.simplefilter("error", RuntimeWarning)
+        train(tmp_path, "cpu", "cpu")
+    assert "copied unregistered (error 2" in caplog.text and all(beside)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6], ids=["room for two units", "little room"])
