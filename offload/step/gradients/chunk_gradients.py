@@ -279,38 +279,39 @@ class ChunkGradients:
 
     # ---- updates on the device of units whose route has them on the host -----------------------------------------
 
+    @property
+    def _staying(self) -> SumsOnDevice:
+        sums = self.sums_on_device
+        assert sums is not None, "what leaves the device may stay there"
+        return sums
+
     def staying_nbytes(self, units: Iterable[Unit]) -> int:
         """Of device memory that gradients take there if those of these units stay for their update: with the sums of all other
         units, where several micro-batches are expected."""
-        sums = self.sums_on_device
-        assert sums is not None, "what leaves the device may stay there"
+        sums = self._staying
         chunks = self._chunks if sums.expects_several else [chunk for unit in units for chunk in unit.trained_chunks]
         return sum(map(sums.nbytes_of, chunks))
 
     def may_stay(self, chunks: Iterable[Chunk]) -> bool:
         """Whether all that has come of these chunks for the coming step is on the device."""
-        sums = self.sums_on_device
         states = map(gradient_of, chunks)
-        return sums is not None and all(not state.live or sums.has(state.chunk, state.live) for state in states)
+        return all(not state.live or self._staying.has(state.chunk, state.live) for state in states)
 
     def keep_on_device(self, chunks: Iterable[Chunk]) -> None:
         """From now on what comes of these chunks stays there until their update, if there is room."""
-        assert self.sums_on_device is not None
-        self.sums_on_device.kept.update(chunks)
+        self._staying.kept.update(chunks)
 
     def leave_device(self, chunks: Iterable[Chunk]) -> None:
         """What stayed leaves, as what comes does."""
-        assert self.sums_on_device is not None
         with self._lock:
             for chunk in chunks:
-                self.sums_on_device.kept.discard(chunk)
-                self.sums_on_device.leave(chunk)
+                self._staying.kept.discard(chunk)
+                self._staying.leave(chunk)
 
     def hand_over(self, chunks: Sequence[Chunk]) -> bool:
         """Have the updates of these chunks read what stayed on the device, until `release`. False where not all of it is there:
         then nothing was done."""
-        sums = self.sums_on_device
-        assert sums is not None
+        sums = self._staying
         with self._lock:
             states = [gradient_of(chunk) for chunk in chunks]
             if not all(sums.has(state.chunk, state.live) and state.buffer is None for state in states):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients that stay on the device as long as it has room, though they belong in host memory: sums of micro-batches, and
-those of units that are updated there all the same (`keep`), be they of one or of several.
+those of chunks that are updated there all the same (`kept`), be they of one or of several.
 
     add      a micro-batch's gradient is stored or added on the device: nothing moves, and the host adds nothing
     leave    the chunk's sum goes to the host in one copy: the backward that is probably the step's last has brought all of it,
@@ -55,7 +55,7 @@ class SumsOnDevice:
     """See the module. Runs in the thread that runs backward or drives the model. The chunks' buffers to which sums
     leave are changed under the lock of `ChunkGradients`.
 
-    expects_several  whether the coming step is expected to have several micro-batches: else nothing is kept
+    expects_several  whether the coming step is expected to have several micro-batches: else only what is in `kept`
     in_last          whether the backward that runs is expected to be the step's last: what it completes leaves under it
     nbytes           that it takes now; `peak_nbytes`: that it took at most
     """

@@ -135,7 +135,7 @@ class StagedFetcher(Fetcher):
         if update is not None:
             assert update.job is not None, "it was launched"
             update.job.wait()
-            if unit.route.update_in is Memory.DEVICE:
+            if update.memory is Memory.DEVICE:
                 for pending in update.published:
                     self._accelerator.copy_in_after(pending)
         if unit in self._stored:

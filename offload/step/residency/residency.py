@@ -381,7 +381,7 @@ class Residency:
             unit.residency.become(UnitState.RESIDENT)
         unit.close_off()
         if self._updates is not None and self._updates.visiting is not None and unit.records_visit:
-            self._updates.settle_values(unit)
+            self._updates.visiting.settle_values(unit)
         self._fetcher.evict(unit)
         unit.residency.become(UnitState.ABSENT)
         if unit.residency.persistent:

@@ -25,6 +25,7 @@ from offload.model.unit import Unit
 from offload.model.unit_state import UnitState
 from offload.model.update import ChunkUpdate
 from offload.planning.purposes import RECORDS, UPDATED_PARAMETERS
+from offload.step.chunk_stores import ChunkStore
 from offload.step.gradients.chunk_gradients import ChunkGradients
 from offload.step.updates.record_paths import RecordAccess
 from offload.step.updates.tools import UpdateTools
@@ -46,7 +47,7 @@ class RecordsOnDevice(RecordAccess):
         """`units`: those that may have them there."""
         self._accelerator, self._records, self._gradients, self._pool = tools.accelerator, tools.records, gradients, tools.pool
         self._parameter_store, records = tools.parameter_store, tools.records
-        self.values = ValuesInUnit(tools.accelerator, tools.parameter_store)
+        self.values = ValuesInUnit()
         """Where their updates find values, and leave the new ones."""
         self._unit_of = {chunk: unit for unit in units for chunk in unit.trained_chunks}
         self._nbytes_of = {
@@ -56,8 +57,8 @@ class RecordsOnDevice(RecordAccess):
         """By unit whose records are here the memory that they lie in; the last that came, last."""
         self._moving: Unit | None = None
         """It comes or leaves: whoever asks for its records is told where their home is."""
-        self._buffer: Lease | None = None
-        """For records whose home is a file; as the one of `values` it is kept as long as any are here."""
+        self._buffers: dict[ChunkStore, Lease] = {}
+        """For what has its home in a file; kept as long as any records are here."""
         formats = {tools.records.format(chunk) for chunk in self._unit_of}
         self._are_ours = all(takes_one_pass(tools.accelerator.device, one) for one in formats)
         """Whether kernels of ours make the updates here, as far as is known: not an optimizer with its own arithmetic."""
@@ -74,9 +75,6 @@ class RecordsOnDevice(RecordAccess):
         self.nbytes = self.peak_nbytes = 0
         records.bring_home = lambda chunk: self.leave(self._unit_of[chunk])
         tools.parameter_store.bring_home = self._values_home
-
-    def __contains__(self, unit: object) -> bool:
-        return unit in self._here
 
     # ---- coming and going ----------------------------------------------------------------------------------------
 
@@ -127,21 +125,19 @@ class RecordsOnDevice(RecordAccess):
 
     def _has_buffers(self, unit: Unit) -> bool:
         """Whether there are those that are needed where any home is a file."""
-        buffers, chunks = self._pool.stats.consumers, unit.trained_chunks
-        if self._buffer is None and RECORDS in buffers and any(self._records.view(one) is None for one in chunks):
-            self._buffer = self._pool.try_lease(RECORDS)
-            if self._buffer is None:
-                return False
-        if self.values.buffer is None and any(self._parameter_store.view(one) is None for one in chunks):
-            self.values.buffer = self._pool.try_lease(UPDATED_PARAMETERS)
-            return self.values.buffer is not None
+        purposes: dict[ChunkStore, str] = {self._records: RECORDS, self._parameter_store: UPDATED_PARAMETERS}
+        for store, purpose in purposes.items():
+            if store not in self._buffers and any(store.view(chunk) is None for chunk in unit.trained_chunks):
+                lease = self._pool.try_lease(purpose)
+                if lease is None:
+                    return False
+                self._buffers[store] = lease
         return True
 
     def _give_buffers_back(self) -> None:
-        for lease in (self._buffer, self.values.buffer):
-            if lease is not None:
-                lease.release()
-        self._buffer = self.values.buffer = None
+        buffers, self._buffers = self._buffers, {}
+        for lease in buffers.values():
+            lease.release()
 
     @contextmanager
     def _moving_of(self, unit: Unit) -> Iterator[None]:
@@ -163,12 +159,22 @@ class RecordsOnDevice(RecordAccess):
         home = self._records.view(chunk)
         if home is not None:
             return self._accelerator.copy_in(place, home[: place.numel()])
-        assert self._buffer is not None
-        content = self._buffer.tensor[: place.numel()]
+        content = self._buffers[self._records].tensor[: place.numel()]
         self._records.read(chunk, content).wait()
         copied = self._accelerator.copy_in(place, content)
         copied.wait()
         return copied
+
+    def _copied_out(self, store: ChunkStore, chunk: Chunk, place: torch.Tensor) -> Pending:
+        """To the chunk's home in that store, from its place on the device."""
+        home = store.view(chunk)
+        if home is not None:
+            return self._accelerator.copy_out(home[: place.numel()], place)
+        content = self._buffers[store].tensor[: place.numel()]
+        self._accelerator.copy_out(content, place).wait()
+        written = store.write(chunk, content)
+        written.wait()
+        return written
 
     def leave(self, unit: Unit) -> None:
         """Have the unit's records at home, and its gradients where its route has them. What is cut short is done anew by
@@ -178,9 +184,8 @@ class RecordsOnDevice(RecordAccess):
         self.leaving(unit.trained_chunks)
         self._after_update(unit)
         with self._moving_of(unit):
-            AllOf([self._copied_out(chunk) for chunk in unit.trained_chunks]).wait()
-            for chunk in unit.trained_chunks:
-                self._parameter_store.settle_write(chunk)
+            AllOf([self._record_home(chunk) for chunk in unit.trained_chunks]).wait()
+            self.settle_values(unit)
         for chunk in unit.trained_chunks:
             chunk.visiting, chunk.record.behind = None, False
         del self._here[unit]
@@ -190,21 +195,24 @@ class RecordsOnDevice(RecordAccess):
             self._give_buffers_back()
         self._gradients.leave_device(unit.trained_chunks)
 
-    def _copied_out(self, chunk: Chunk) -> Pending:
-        place, home = chunk.visiting, self._records.view(chunk)
-        assert place is not None, "all records of a unit visit together"
-        if home is not None:
-            return self._accelerator.copy_out(home[: place.numel()], place)
-        assert self._buffer is not None
-        content = self._buffer.tensor[: place.numel()]
-        self._accelerator.copy_out(content, place).wait()
-        written = self._records.write(chunk, content)
-        written.wait()
-        return written
+    def _record_home(self, chunk: Chunk) -> Pending:
+        assert chunk.visiting is not None, "all records of a unit visit together"
+        return self._copied_out(self._records, chunk, chunk.visiting)
+
+    def settle_values(self, unit: Unit) -> None:
+        """Have at home what updates left in the unit's memory."""
+        for chunk in unit.trained_chunks:
+            self._parameter_store.settle_write(chunk)
 
     def _values_home(self, chunk: Chunk) -> None:
         self._after_update(self._unit_of[chunk])
-        self.values.bring_home(chunk)
+        chunk.parameters.behind = False  # to be asked for its home
+        try:
+            self._parameter_store.settle_copies(chunk)
+            self._copied_out(self._parameter_store, chunk, chunk.bytes).wait()
+        except BaseException:
+            chunk.parameters.behind = True
+            raise
 
     def _after_update(self, unit: Unit) -> None:
         """Have what compute is given now run behind the unit's update: whoever asks may be on another stream than the step."""

@@ -103,12 +103,12 @@ class Updates:
             raise AssertionError(f"unit {unit.name} is updated twice at once")
         # On the stream that is compute now: who launches or runs it may be another thread, which has a stream of its own.
         run = self._accelerator.on_compute(lambda: self._run(unit))
-        visits = self.visiting is not None and self.visiting.takes(unit, chunks)
-        memory = Memory.DEVICE if visits else unit.route.update_in
+        visiting = self.visiting if self.visiting is not None and self.visiting.takes(unit, chunks) else None
+        memory = Memory.DEVICE if visiting is not None else unit.route.update_in
         unit.update = self._queue[unit] = UnitUpdate(chunks, run, memory)
-        if self.visiting is not None and visits:
+        if visiting is not None:
             self._launch(unit, unit.update).wait()  # given to compute now: the records leave as soon as somebody wants the room
-            self.visiting.was_given(unit, unit.update.published[-1])
+            visiting.was_given(unit, unit.update.published[-1])
         elif self._reads and memory is Memory.HOST:
             self._ahead.extend(chunks)
 
@@ -180,11 +180,6 @@ class Updates:
             self._launch(unit, update).wait()
             for pending in update.published:
                 pending.wait()
-
-    def settle_values(self, unit: Unit) -> None:
-        """Have at home what updates left in the unit's memory."""
-        for chunk in unit.trained_chunks:
-            self._parameter_store.settle_write(chunk)
 
     def cancel(self, unit: Unit) -> None:
         """Return when nothing of the unit's update runs any more: of the chunks that are marked `cancelled` only one in hand is

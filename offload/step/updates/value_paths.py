@@ -284,31 +284,9 @@ class ValuesInUnit(ValuesInPlace):
     """The kernel runs on the device, and the unit is resident there, whatever its route says: the values stay where the next
     forward finds them. Their home, if it is elsewhere, is behind until somebody asks for them."""
 
-    def __init__(self, accelerator: Accelerator, parameter_store: ParameterStore) -> None:
-        self._accelerator, self._parameter_store = accelerator, parameter_store
-        self.buffer: Lease | None = None
-        """For values whose home is a file; whoever has such a unit updated here gives it."""
-
     def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
         chunk.parameters.behind = chunk.route.has_store
         return _OVER
-
-    def bring_home(self, chunk: Chunk) -> None:
-        """`ChunkStore.bring_home` of the values."""
-        chunk.parameters.behind = False  # to be asked for its home
-        try:
-            self._parameter_store.settle_copies(chunk)
-            stored = self._parameter_store.view(chunk)
-            if stored is not None:
-                self._accelerator.copy_out(stored[: chunk.nbytes], chunk.bytes).wait()
-                return
-            assert self.buffer is not None, "who had it updated here keeps a buffer"
-            content = self.buffer.tensor[: chunk.nbytes]
-            self._accelerator.copy_out(content, chunk.bytes).wait()
-            self._parameter_store.write(chunk, content).wait()
-        except BaseException:
-            chunk.parameters.behind = True
-            raise
 
 
 def _copied(
