@@ -25,6 +25,9 @@ class Rates:
     """Floating-point operations a second, as training in 16 bits reaches them."""
     chunk_seconds: float
     """Of the lane that updates on the host, for each chunk beside its bytes: calls, and their hand-over."""
+    launch_seconds: float
+    """Of the host, which launches the operations of a unit's forward; those of its backward take it twice as long. A forward on
+    no more than a few tokens takes as long as that. 0: the host computes itself."""
     source: str
 
 
@@ -38,6 +41,7 @@ GPU = Rates(
     nvme_both=6e9,
     flops=80e12,
     chunk_seconds=75e-6,
+    launch_seconds=0.5e-3,
     source="usual for a GPU on 16 lanes of PCIe 4, two channels of DDR5 and one NVMe drive",
 )
 HOST = Rates(
@@ -50,6 +54,7 @@ HOST = Rates(
     nvme_both=4e9,
     flops=0.5e12,
     chunk_seconds=150e-6,
+    launch_seconds=0.0,
     source="usual for a processor with two channels of memory and one NVMe drive",
 )
 """Where a model computes on host memory."""

@@ -8,7 +8,8 @@ of several micro-batches: units come, gradients leave and spill, and nothing is 
 so it lasts as long as the slowest of them; reads and writes share a drive, and everything that host memory has to bear shares
 that.
 How long the model computes is known where the tokens of a micro-batch are (`Config.expecting`): what moves under it is hidden.
-Else what is compared is what there is to hide.
+Else what is compared is what there is to hide, beside what launching the model's operations takes at the least: small models
+are bound by that wherever their states lie, and for them the bytes decide.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def step_seconds(problem: Problem, placement: Placement, found: Cost) -> float:
         problem.footprint.units, placement.routes, fetch_counts(problem, placement, micro_batches), strict=True
     ):
         once, back = computing_seconds(tokens, rates, unit.numel, unit.trained_share)
+        if not tokens and unit.numel:
+            once, back = rates.launch_seconds, 2 * rates.launch_seconds
         gives = bool(unit.trained) and route.gradients_in is not Memory.DEVICE
         forward += once
         between.add((micro_batches - 1) * (once + back), moves=gives or fetches[1] > 0)

@@ -5,11 +5,13 @@ What the configuration names is the furthest tier that a state may lie in; what 
 bringing states nearer: to the device (`offload.planning.spare_device_memory`), then from NVMe to host memory
 (`offload.planning.spare_host_memory`). "auto" weighs every pairing of tiers that the budgets allow. Of those with room for the
 sums of several micro-batches (if any has it) it takes the one whose step takes the fewest seconds by what it moves and by the
-machine's rates (`offload.planning.cost`); of those that take about as long the one that moves less, of equals the nearest.
+machine's rates (`offload.planning.cost`); of those that take about as long the one that moves the fewest bytes, over the slowest
+link first, of equals the nearest. What is about as long depends on whether it is known how long the model computes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,10 +46,15 @@ PAIRINGS: tuple[tuple[Tier, Tier], ...] = (
 """Tiers of parameters and optimizer states, the nearest first."""
 ABOUT_AS_LONG = 1.02
 """Times the quickest: the cost in seconds is not known better than that, bytes are."""
+ABOUT_AS_LONG_BESIDE_THE_UNKNOWN = 1.25
+"""The same where a GPU computes the model and nobody said on how many tokens: that hides a part of what moves, or all of it."""
 _BUFFERS_SHARE = 0.02
 """Of the budget for host memory: where buffers take more, smaller chunks are weighed too."""
 _LANDING_SHARE = 0.01
 """Of host memory, for gradients that wait to be added."""
+_BUDGET_RATIO = 1.03
+_SMALLER_BUDGETS = 4
+"""Of the scale on which it is looked what less of the device's memory would be spent on, and how many."""
 _FREE_SHARE = 0.8
 """Of the free memory, where "auto" has no budget to go by: the rest is for activations and everybody else."""
 
@@ -62,16 +69,18 @@ class Weight:
     moved: tuple[int, ...]
 
 
-def quickest(weights: Sequence[Weight]) -> list[int]:
-    """The indices of those with room (if any has it) that take about as long as the quickest."""
+def quickest(weights: Sequence[Weight], about: float = ABOUT_AS_LONG) -> list[int]:
+    """The indices of those with room (if any has it) that take no longer than `about` times the quickest."""
     has_no_room, least = min((one.has_no_room, one.seconds) for one in weights)
-    longest = least * ABOUT_AS_LONG
+    longest = least * about
     return [index for index, one in enumerate(weights) if one.has_no_room == has_no_room and one.seconds <= longest]
 
 
-def lightest(weights: Sequence[Weight]) -> int:
+def lightest(problem: Problem, weights: Sequence[Weight]) -> int:
     """The index of the best: of the `quickest` the one that moves least, of equals the first."""
-    return min(quickest(weights), key=lambda index: weights[index].moved)
+    is_known = problem.config.tokens or problem.accelerator.unified
+    about = ABOUT_AS_LONG if is_known else ABOUT_AS_LONG_BESIDE_THE_UNKNOWN
+    return min(quickest(weights, about), key=lambda index: weights[index].moved)
 
 
 class Decision:
@@ -113,7 +122,9 @@ class Decision:
             smallest = _least(problem, problem, config.parameters, config.optimizer_states)
             _require_fit(problem, smallest)
             grown = _grown(problem, smallest, problem)
-            placement, weighed = min(grown, key=partial(moved, problem)) if len(grown) > 1 else grown[0], ()
+            placement, weighed = _moving_least(problem, grown), ()
+            others = _of_less_device_memory(problem, problem, placement)
+            placement = _moving_least(problem, [placement, *others])
         else:
             guessed = _with_guessed_budgets(problem)
             smallest, placement, weighed = _auto(problem, guessed)
@@ -163,16 +174,22 @@ def _least(problem: Problem, guessed: Problem, parameters: Tier, states: Tier) -
 
 
 def _smallest(problem: Problem, parameters: Tier, states: Tier) -> Placement:
-    """The placement without prefetch; gradients on nvme where they must be, or where that helps host memory."""
+    """The placement without prefetch; gradients on nvme where they must be, or where that helps host memory: also where it alone
+    leaves room for the sums of several micro-batches."""
     spilling = Choice(parameters, states, "nvme", retained=least_gradient_buffers(problem.footprint.units))
     if states == "device" and not problem.accelerator.unified:
         return place(problem, Choice(parameters, states, "device"))
     if states == "nvme":
         return place(problem, spilling)
     kept = place(problem, Choice(parameters, states, "cpu"))
-    if not problem.config.nvme_paths or problem.excess(kept) is None:
+    if not problem.config.nvme_paths:
         return kept
-    return min(kept, place(problem, spilling), key=lambda placement: placement.plan.total_nbytes("cpu"))
+    ways = (kept, place(problem, spilling))
+    for with_sums in (True, False):
+        for way in ways:
+            if problem.excess(way, with_sums=with_sums) is None:
+                return way
+    return min(ways, key=lambda placement: placement.plan.total_nbytes("cpu"))
 
 
 def _grown(problem: Problem, smallest: Placement, guessed: Problem) -> list[Placement]:
@@ -204,6 +221,32 @@ def _without_vain_room(problem: Problem, placement: Placement) -> Placement:
         return placement
     without = place(problem, replace(placement.choice, undoes_in_memory=False))
     return min(placement, without, key=lambda one: step_seconds(problem, one, cost(problem, one)))
+
+
+def _moving_least(problem: Problem, placements: Sequence[Placement]) -> Placement:
+    return min(placements, key=partial(moved, problem)) if len(placements) > 1 else placements[0]
+
+
+def _of_less_device_memory(problem: Problem, guessed: Problem, placement: Placement) -> list[Placement]:
+    """What a little less of the device's memory would be spent on with the same tiers. Units are spent on as wholes, in some
+    order: with more memory another unit may fit first that leaves less to the rest, and what was found with less is still
+    possible. A search of all that is possible would find it too, and take many times as long.
+
+    The budgets are those of a fixed scale, so that budgets close to each other look at the same ones."""
+    budget = problem.budget("device")
+    if budget is None or problem.accelerator.unified or not any(moved(problem, placement)):
+        return []
+    has_room, found = problem.excess(placement, with_sums=True) is None, []
+    first = math.ceil(math.log(budget, _BUDGET_RATIO)) - 1
+    for exponent in range(first, first - _SMALLER_BUDGETS, -1):
+        less, guessed_less = (
+            replace(one, config=replace(one.config, device_memory=int(_BUDGET_RATIO**exponent))) for one in (problem, guessed)
+        )
+        smallest = _least(less, guessed_less, placement.parameters, placement.optimizer_states)
+        if guessed_less.excess(smallest, with_sums=has_room) is not None:
+            break
+        found += _grown(less, smallest, guessed_less)
+    return found
 
 
 def _with_more_landing(
@@ -254,12 +297,15 @@ def _auto(problem: Problem, guessed: Problem) -> tuple[Placement, Placement, _We
         smallest, _, _ = min((one for one in reversed(refused) if one[1] == lacked), key=lambda one: one[2])
         return smallest, smallest, ()
     weights = [_weight(problem, grown) for _, grown in weighed]
+    smallest, placement = weighed[lightest(problem, weights)]
+    weighed += [(smallest, one) for one in _of_less_device_memory(problem, guessed, placement)]
+    weights += [_weight(problem, grown) for _, grown in weighed[len(weights) :]]
     listed = sorted(zip(weighed, weights, strict=True), key=lambda one: (one[1].has_no_room, one[1].seconds))
     pairs = dict[tuple[Tier, Tier], float]()
     for (_, grown), weight in listed:
         pairs.setdefault((grown.parameters, grown.optimizer_states), weight.seconds)
     seconds = tuple((*pair, least_seconds) for pair, least_seconds in pairs.items())
-    return *weighed[lightest(weights)], seconds
+    return *weighed[lightest(problem, weights)], seconds
 
 
 def _pairings(problem: Problem) -> Sequence[tuple[Tier, Tier]]:

@@ -22,7 +22,7 @@ from offload.errors import BudgetError
 from offload.layout import CHUNK_NUMEL, LARGEST_CHUNK_NUMEL, MANY_CHUNKS, ParameterSpec, build_layout, large_chunk_numels
 from offload.planning import route
 from offload.planning.budget import Tier
-from offload.planning.deciding import ABOUT_AS_LONG, PAIRINGS, Decision
+from offload.planning.deciding import ABOUT_AS_LONG, ABOUT_AS_LONG_BESIDE_THE_UNKNOWN, PAIRINGS, Decision
 from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import Placement, place
 from offload.planning.purposes import LANDING, OPTIMIZER_STATES
@@ -128,45 +128,10 @@ def test_auto_takes_no_longer_than_any_fixed_placement(
         require_within(fixed, other)
         if leaves_sums and fixed.problem.excess(other, with_sums=True) is not None:
             continue  # of no use to who accumulates
-        assert auto.weight(chosen).seconds <= ABOUT_AS_LONG * fixed.weight(other).seconds, pair
-
-
-@settings(max_examples=60, deadline=None)
-@given(models(), st.sampled_from(PAIRINGS), st.lists(SHARES, min_size=2, max_size=5), st.booleans())
-def test_more_device_memory_never_moves_more(
-    model: Any, pair: tuple[Tier, Tier], shares: list[float], accumulates: bool
-) -> None:
-    accelerator, before = DeferredAccelerator(), None
-    smallest = least(model, accelerator, pair, "device_memory", prefetch=0, accumulates=accumulates)
-    for share in sorted(shares):
-        decided = decision(model, accelerator, pair, accumulates, device_memory=int(share * smallest), prefetch=0)
-        placement = decided.decide()
-        require_within(decided, placement)
-        now = moved(decided, placement)
-        assert before is None or now <= before
-        before = now
-
-
-@pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize("unified", [True, False])
-def test_more_host_memory_never_moves_more_over_nvme(unified: bool, dtype: str, accumulates: bool) -> None:
-    """Also where it just holds all gradients: parameters that it keeps instead save more."""
-    specs = [ParameterSpec(number, 16 * 4096, dtype, DTYPES[dtype], True, 0) for number in range(8)]
-    layout = build_layout([("(root)", []), *((f"unit {one.index}", [one]) for one in specs)], chunk_numel=4096)
-    model = layout, Expected.of(0, [Use(number) for number in range(1, 9)])
-    accelerator: Accelerator = CpuAccelerator() if unified else DeferredAccelerator()
-    pair: tuple[Tier, Tier] = ("nvme", "cpu")
-    smallest = least(model, accelerator, pair, "cpu_memory", accumulates=accumulates)
-    generous = decision(model, accelerator, pair, accumulates, cpu_memory=1 << 40).decide()
-    most, points = generous.with_sums().plan.total_nbytes("cpu"), 40
-    over_nvme = []
-    for point in range(points + 1):
-        decided = decision(model, accelerator, pair, accumulates, cpu_memory=smallest + (most - smallest) * point // points)
-        placement = decided.decide()
-        require_within(decided, placement)
-        over_nvme.append(moved(decided, placement)[0])
-    assert over_nvme == sorted(over_nvme, reverse=True) and over_nvme[0] > over_nvme[-1] == 0
+        about = ABOUT_AS_LONG if unified or fields["tokens"] else ABOUT_AS_LONG_BESIDE_THE_UNKNOWN
+        one, another = auto.weight(chosen), fixed.weight(other)
+        assert one.seconds <= about * another.seconds, pair
+        assert one.moved <= another.moved or another.seconds > about * one.seconds, pair
 
 
 @pytest.mark.parametrize("pair", [("cpu", "nvme"), ("device", "nvme")])
@@ -235,7 +200,7 @@ def test_records_are_kept_until_no_other_fits_and_as_many_bytes_as_in_order(
 
 
 @settings(max_examples=60, deadline=None)
-@given(models(), st.sampled_from(BOUND), SHARES)
+@given(models(), st.sampled_from(BOUND), st.one_of(SHARES, st.sampled_from([1.02, 1.1, 1.25, 1.5])))
 def test_room_for_several_micro_batches_is_said_and_left_where_it_can_be(
     model: Any, bound: tuple[tuple[Tier, Tier], str], share: float
 ) -> None:
@@ -324,37 +289,6 @@ def test_auto_without_budgets_goes_by_the_memory_that_is_free(host: int, device:
         assert (placement.parameters, placement.optimizer_states, placement.prefetch) == ("nvme", "nvme", 0)
     else:
         assert placement.plan.total_nbytes("cpu") <= 0.8 * host and placement.plan.total_nbytes("device") <= 0.4 * device
-
-
-def test_what_is_frozen_stays_where_what_is_trained_would_need_a_master() -> None:
-    """fp32 parameters that are their own masters move more over NVMe once they lie on the device: room for the first of them
-    takes nothing from what is frozen."""
-    units = [((3, 0),), ((3, 0), (3, 1)), ((13, 1),), ((8, 0), (4, 1)), ((2, 0), (5, 1)), ((6, 1),)]
-    specs, index = [], 0
-    for number, parameters in enumerate(units):
-        made = [
-            ParameterSpec(index + n, count * 4096, "float32", 4, bool(trained), 0)
-            for n, (count, trained) in enumerate(parameters)
-        ]
-        specs.append((f"unit {number}", made))
-        index += len(made)
-    model = build_layout(specs, chunk_numel=4096), Expected.of(0, [Use(number) for number in range(1, len(units))])
-    accelerator, pair = DeferredAccelerator(), ("cpu", "nvme")
-    smallest = least(model, accelerator, pair, "device_memory", prefetch=0)
-    found = []
-    for share in (1.0, 1.1, 1.25, 1.5):
-        decided = decision(model, accelerator, pair, device_memory=int(share * smallest), prefetch=0)
-        found.append(moved(decided, decided.decide()))
-    assert found == sorted(found, reverse=True) and found[-1] < found[0]
-
-
-@settings(max_examples=30, deadline=None)
-@given(models(), st.sampled_from(PAIRINGS))
-def test_with_room_for_everything_nothing_moves(model: Any, pair: tuple[Tier, Tier]) -> None:
-    decided = decision(model, DeferredAccelerator(), pair, device_memory=1 << 40)
-    assert not any(moved(decided, decided.decide()))
-    decided = decision(model, CpuAccelerator(), pair, cpu_memory=1 << 40)
-    assert not any(moved(decided, decided.decide()))
 
 
 def test_what_host_memory_lacks_the_device_has() -> None:

@@ -150,6 +150,8 @@ class _Between:
 
 _CALLS_OF_A_CHUNK = 5
 """Of the lane that updates: reads, passes and writes that it asks for."""
+_OPERATIONS_OF_A_UNIT = 50
+"""Of the forward of a block."""
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -249,6 +251,7 @@ class VirtualAccelerator(Accelerator):
             machine.nvme_both,
             machine.flops,
             _CALLS_OF_A_CHUNK * machine.call_seconds,
+            _OPERATIONS_OF_A_UNIT * machine.launch_seconds,
             f"those of the machine {machine.name}",
         )
 
