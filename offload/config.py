@@ -127,7 +127,7 @@ class Config:
     def expecting(self, micro_batches: int, tokens: int = 0) -> Config:
         """This config for a loop that accumulates the gradients of so many micro-batches before each step, each of so many
         tokens on each rank. Places are then decided for that loop; else the engine learns the number of micro-batches from the
-        first step. Without the tokens the model's computing counts as nothing, as in a step of the smallest batches."""
+        first step. Without the tokens the model's computing counts as what launching it takes, as in a step of few tokens."""
         return with_internal_settings(self, micro_batches=max(int(micro_batches), 1), tokens=max(int(tokens), 0) or self.tokens)
 
     def __post_init__(self) -> None:

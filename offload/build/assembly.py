@@ -41,11 +41,12 @@ from offload.model.optimizer_kinds import InitialState, check_optimizer, initial
 from offload.model.partition import ModuleUnit, fold_for_ranks, join_neighbours, partition, uses_of
 from offload.model.quantized import PackedWeights
 from offload.model.weights import WeightSource
-from offload.planning.deciding import Decision, Weight, quickest
+from offload.planning.deciding import Decision
 from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import ALONE, Placement, RankGroup
 from offload.planning.placement_summary import summary_of
 from offload.planning.use_trace import Expected
+from offload.planning.weighing import Weight, quickest
 from offload.ranks.all_or_none import Facts, together
 from offload.ranks.group import Group
 from offload.step.components import Closable, Components, give_back

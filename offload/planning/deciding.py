@@ -5,15 +5,15 @@ What the configuration names is the furthest tier that a state may lie in; what 
 bringing states nearer: to the device (`offload.planning.spare_device_memory`), then from NVMe to host memory
 (`offload.planning.spare_host_memory`). "auto" weighs every pairing of tiers that the budgets allow. Of those with room for the
 sums of several micro-batches (if any has it) it takes the one whose step takes the fewest seconds by what it moves and by the
-machine's rates (`offload.planning.cost`); of those that take about as long the one that moves the fewest bytes, over the slowest
-link first, of equals the nearest. What is about as long depends on whether it is known how long the model computes.
+machine's rates (`offload.planning.cost`); of those that take about as long the one that moves less, of equals the nearest. Over
+NVMe, the slowest link, it moves no more than any that is not much slower, where nobody said how long the model computes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from offload.config import Config
@@ -31,6 +31,7 @@ from offload.planning.spare_host_memory import SpareHostMemory
 from offload.planning.tier_choice import Choice
 from offload.planning.traffic import moved
 from offload.planning.use_trace import Expected
+from offload.planning.weighing import Weight, lightest, lightest_pairs, weigh
 
 PAIRINGS: tuple[tuple[Tier, Tier], ...] = (
     ("device", "device"),
@@ -44,43 +45,17 @@ PAIRINGS: tuple[tuple[Tier, Tier], ...] = (
     ("nvme", "nvme"),
 )
 """Tiers of parameters and optimizer states, the nearest first."""
-ABOUT_AS_LONG = 1.02
-"""Times the quickest: the cost in seconds is not known better than that, bytes are."""
-ABOUT_AS_LONG_BESIDE_THE_UNKNOWN = 1.25
-"""The same where a GPU computes the model and nobody said on how many tokens: that hides a part of what moves, or all of it."""
 _BUFFERS_SHARE = 0.02
 """Of the budget for host memory: where buffers take more, smaller chunks are weighed too."""
 _LANDING_SHARE = 0.01
 """Of host memory, for gradients that wait to be added."""
-_BUDGET_RATIO = 1.03
-_SMALLER_BUDGETS = 4
+_BUDGET_RATIO = 1.04
+_SMALLER_BUDGETS = 3
 """Of the scale on which it is looked what less of the device's memory would be spent on, and how many."""
+_REFINED_PAIRS = 2
+"""For which "auto" looks at those."""
 _FREE_SHARE = 0.8
 """Of the free memory, where "auto" has no budget to go by: the rest is for activations and everybody else."""
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """What placements are compared by. `has_no_room`: for the sums of a second micro-batch. `seconds`: that a step takes at
-    least, with what is known of the model's computing. `moved`: bytes, over the slowest link first."""
-
-    has_no_room: bool
-    seconds: float
-    moved: tuple[int, ...]
-
-
-def quickest(weights: Sequence[Weight], about: float = ABOUT_AS_LONG) -> list[int]:
-    """The indices of those with room (if any has it) that take no longer than `about` times the quickest."""
-    has_no_room, least = min((one.has_no_room, one.seconds) for one in weights)
-    longest = least * about
-    return [index for index, one in enumerate(weights) if one.has_no_room == has_no_room and one.seconds <= longest]
-
-
-def lightest(problem: Problem, weights: Sequence[Weight]) -> int:
-    """The index of the best: of the `quickest` the one that moves least, of equals the first."""
-    is_known = problem.config.tokens or problem.accelerator.unified
-    about = ABOUT_AS_LONG if is_known else ABOUT_AS_LONG_BESIDE_THE_UNKNOWN
-    return min(quickest(weights, about), key=lambda index: weights[index].moved)
 
 
 class Decision:
@@ -142,7 +117,7 @@ class Decision:
 
     def weight(self, placement: Placement) -> Weight:
         """By which placements are compared, also of different layouts."""
-        return _weight(self.problem, placement)
+        return weigh(self.problem, placement)
 
     @property
     def chooses(self) -> bool:
@@ -174,7 +149,7 @@ def _least(problem: Problem, guessed: Problem, parameters: Tier, states: Tier) -
 
 
 def _smallest(problem: Problem, parameters: Tier, states: Tier) -> Placement:
-    """The placement without prefetch; gradients on nvme where they must be, or where that helps host memory: also where it alone
+    """The placement without prefetch; gradients on nvme where they must be, or where that helps host memory, also where it alone
     leaves room for the sums of several micro-batches."""
     spilling = Choice(parameters, states, "nvme", retained=least_gradient_buffers(problem.footprint.units))
     if states == "device" and not problem.accelerator.unified:
@@ -268,11 +243,6 @@ def _moves_nothing(problem: Problem, placement: Placement) -> bool:
     return not any(moved(problem, placement)) and problem.excess(placement, with_sums=True) is None
 
 
-def _weight(problem: Problem, placement: Placement) -> Weight:
-    has_no_room = problem.excess(placement, with_sums=True) is not None
-    return Weight(has_no_room, step_seconds(problem, placement, cost(problem, placement)), moved(problem, placement))
-
-
 _Weighed = tuple[tuple[Tier, Tier, float], ...]
 """As `Verdict` has it."""
 
@@ -296,10 +266,11 @@ def _auto(problem: Problem, guessed: Problem) -> tuple[Placement, Placement, _We
         _, lacked, _ = refused[-1]
         smallest, _, _ = min((one for one in reversed(refused) if one[1] == lacked), key=lambda one: one[2])
         return smallest, smallest, ()
-    weights = [_weight(problem, grown) for _, grown in weighed]
-    smallest, placement = weighed[lightest(problem, weights)]
-    weighed += [(smallest, one) for one in _of_less_device_memory(problem, guessed, placement)]
-    weights += [_weight(problem, grown) for _, grown in weighed[len(weights) :]]
+    weights = [weigh(problem, grown) for _, grown in weighed]
+    for pair in lightest_pairs(problem, [grown for _, grown in weighed], weights, _REFINED_PAIRS):
+        others = _of_less_device_memory(problem, guessed, weighed[pair][1])
+        weighed += [(weighed[pair][0], one) for one in others]
+        weights += [weigh(problem, one) for one in others]
     listed = sorted(zip(weighed, weights, strict=True), key=lambda one: (one[1].has_no_room, one[1].seconds))
     pairs = dict[tuple[Tier, Tier], float]()
     for (_, grown), weight in listed:

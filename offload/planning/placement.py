@@ -48,8 +48,8 @@ ALONE = RankGroup()
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Why a placement was decided. `weighed`: (tier of parameters, of optimizer states, seconds) of each pairing of tiers that
-    was possible, the best first. What is compared before the seconds is whether a second micro-batch finds room for its sums,
-    `has_room`. `free`: what was free then, by which budgets that nobody gave are guessed."""
+    was possible, the quickest first. What is compared before the seconds is whether a second micro-batch finds room for its
+    sums, `has_room`. `free`: what was free then, by which budgets that nobody gave are guessed."""
 
     cost: Cost
     rates: Rates
