@@ -149,8 +149,8 @@ def _least(problem: Problem, guessed: Problem, parameters: Tier, states: Tier) -
 
 
 def _smallest(problem: Problem, parameters: Tier, states: Tier) -> Placement:
-    """The placement without prefetch; gradients on nvme where they must be, or where that helps host memory, also where it alone
-    leaves room for the sums of several micro-batches."""
+    """The placement without prefetch; gradients on nvme where they must be, or where that helps host memory, also where that
+    alone leaves room for the sums of several micro-batches."""
     spilling = Choice(parameters, states, "nvme", retained=least_gradient_buffers(problem.footprint.units))
     if states == "device" and not problem.accelerator.unified:
         return place(problem, Choice(parameters, states, "device"))
