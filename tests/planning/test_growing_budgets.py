@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -32,29 +33,27 @@ def transformer(width: int, layers: int, vocabulary: int, dtype: str, *, tied: b
     return build_layout(units, chunk_numel=chunk_numel), Expected.of(0, uses)
 
 
-@pytest.mark.parametrize(
-    ("shape", "pair", "in_memory", "fields"),
-    [
-        ((64, 4, 32000), ("nvme", "nvme"), 2.5, {"state_format": "8bit"}),
-        ((128, 6, 32000), ("nvme", "nvme"), 2.5, {"state_format": "8bit", "update": "step"}),
-        ((128, 16, 5000), ("nvme", "nvme"), 1.3, {}),
-        ((128, 6, 5000), ("device", "nvme"), 2.5, {"state_format": "8bit"}),
-        ((256, 8, 1000), ("cpu", "cpu"), None, {"state_format": "split"}),
-        ((512, 12, 32000), ("cpu", "nvme"), None, {}),
-        ((512, 12, 32000), ("cpu", "cpu"), None, {}),
-    ],
+CASES: tuple[tuple[tuple[int, int, int], tuple[Tier, Tier], float | None, dict[str, Any], tuple[str, bool]], ...] = (
+    ((64, 4, 32000), ("nvme", "nvme"), 2.5, {"state_format": "8bit"}, ("bfloat16", True)),
+    ((128, 6, 32000), ("nvme", "nvme"), 2.5, {"state_format": "8bit", "update": "step"}, ("bfloat16", True)),
+    ((128, 16, 5000), ("nvme", "nvme"), 1.3, {}, ("float32", True)),
+    ((128, 6, 5000), ("device", "nvme"), 2.5, {"state_format": "8bit"}, ("bfloat16", False)),
+    ((256, 8, 1000), ("cpu", "cpu"), None, {"state_format": "split"}, ("bfloat16", False)),
+    ((512, 12, 32000), ("cpu", "nvme"), None, {}, ("bfloat16", True)),
+    ((512, 12, 32000), ("cpu", "cpu"), None, {}, ("float32", False)),
 )
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_what_a_transformer_moves_falls_steadily(
-    dtype: str,
-    tied: bool,
-    shape: tuple[int, int, int],
-    pair: tuple[Tier, Tier],
-    in_memory: float | None,
-    fields: dict[str, Any],
-) -> None:
+"""Width, layers, vocabulary; tiers; host memory in times the least; fields; dtype and whether tied, of the quick tests."""
+KINDS = list(itertools.product(sorted(DTYPES), (False, True)))
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [pytest.param(*both, marks=() if both[0][-1] == both[1] else pytest.mark.slow) for both in itertools.product(CASES, KINDS)],
+)
+def test_what_a_transformer_moves_falls_steadily(case: Any, kind: tuple[str, bool]) -> None:
     """From the least that it takes to everything, with units fetched ahead: bytes over the slowest link first."""
+    shape, pair, in_memory, fields, _ = case
+    dtype, tied = kind
     if dtype == "float32":
         fields = {name: value for name, value in fields.items() if name != "state_format"}
     model = transformer(*shape, dtype, tied=tied, chunk_numel=1 << 16)
