@@ -53,6 +53,9 @@ from offload.step.components import Closable, Components, give_back
 from offload.step.gradients.reduction import AVERAGE_VARIABLE, average_dtype
 
 _log = logging.getLogger(__name__)
+_NBYTES_OF_JOINED = 16 * 16
+"""Bytes of `device_memory` for each element of blocks that are joined: with all 16 of its states they take a sixteenth of it.
+What is granted is spent on whole units."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LEAST_UNIT_NUMEL = 64 * 1024
@@ -115,7 +118,8 @@ class Described:
         if rank_count > 1:
             module_units = fold_for_ranks(module_units, LEAST_UNIT_NUMEL)
         elif joins:
-            module_units = join_neighbours(module_units)
+            granted = config.device_memory
+            module_units = join_neighbours(module_units, None if granted is None else int(granted) // _NBYTES_OF_JOINED)
         dtype = DTYPES[config.dtype] if config.dtype is not None else None
         infos = describe_parameters(model, module_units, packed, optimizer, dtype)
         if not infos:

@@ -226,12 +226,14 @@ def _join_sharing(chosen: dict[int, ModuleUnit], leaves: Iterable[nn.Module]) ->
                 first.update({key: unit for key, value in first.items() if value is other})
 
 
-def join_neighbours(units: list[ModuleUnit]) -> list[ModuleUnit]:
-    """The same parameters in fewer units: small blocks that follow each other in one list are one."""
+def join_neighbours(units: list[ModuleUnit], most_numel: int | None = None) -> list[ModuleUnit]:
+    """The same parameters in fewer units: small blocks that follow each other in one list are one, of `JOINED_NUMEL` elements at
+    most, or of `most_numel` where that is less."""
+    limit = JOINED_NUMEL if most_numel is None else min(JOINED_NUMEL, most_numel)
     root, joined = units[0], list[ModuleUnit]()
     for unit in units[1:]:
         before = joined[-1] if joined else root
-        if before is not root and _may_join(before, unit):
+        if before is not root and _may_join(before, unit, limit):
             first = before.name.rpartition("-")[0] if len(before.modules) > 1 else before.name
             joined[-1] = ModuleUnit(
                 f"{first}-{unit.name.rpartition('.')[2]}",
@@ -244,11 +246,11 @@ def join_neighbours(units: list[ModuleUnit]) -> list[ModuleUnit]:
     return [root, *joined]
 
 
-def _may_join(before: ModuleUnit, unit: ModuleUnit) -> bool:
+def _may_join(before: ModuleUnit, unit: ModuleUnit, limit: int) -> bool:
     (holder, _, _), (other, _, index) = before.name.rpartition("."), unit.name.rpartition(".")
     may_not = (is_lookup(block) for block in (*before.modules, *unit.modules))
     is_next = holder == other and index.isdigit() and before.name.rpartition("-")[2].rpartition(".")[2].isdigit()
-    fits = before.numel + unit.numel <= JOINED_NUMEL
+    fits = before.numel + unit.numel <= limit
     are_apart = before.marked or unit.marked or before.shares_parameters or unit.shares_parameters
     return is_next and fits and not are_apart and not any(may_not)
 
