@@ -227,8 +227,8 @@ def _join_sharing(chosen: dict[int, ModuleUnit], leaves: Iterable[nn.Module]) ->
 
 
 def join_neighbours(units: list[ModuleUnit], most_numel: int | None = None) -> list[ModuleUnit]:
-    """The same parameters in fewer units: small blocks that follow each other in one list are one, of `JOINED_NUMEL` elements at
-    most, or of `most_numel` where that is less."""
+    """The same parameters in fewer units: small blocks that follow each other in one list are one, of `JOINED_NUMEL` elements
+    at most, or of `most_numel` where that is less."""
     limit = JOINED_NUMEL if most_numel is None else min(JOINED_NUMEL, most_numel)
     root, joined = units[0], list[ModuleUnit]()
     for unit in units[1:]:
