@@ -267,7 +267,8 @@ def _auto(problem: Problem, guessed: Problem) -> tuple[Placement, Placement, _We
         smallest, _, _ = min((one for one in reversed(refused) if one[1] == lacked), key=lambda one: one[2])
         return smallest, smallest, ()
     weights = [weigh(problem, grown) for _, grown in weighed]
-    for pair in lightest_pairs(problem, [grown for _, grown in weighed], weights, _REFINED_PAIRS):
+    moves = any(weights[lightest(problem, weights)].moved)
+    for pair in lightest_pairs(problem, [grown for _, grown in weighed], weights, _REFINED_PAIRS) if moves else ():
         others = _of_less_device_memory(problem, guessed, weighed[pair][1])
         weighed += [(weighed[pair][0], one) for one in others]
         weights += [weigh(problem, one) for one in others]
