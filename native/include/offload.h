@@ -160,7 +160,7 @@ typedef struct offload_update_segment {
  * Several callers may use one pool; they take turns.
  *
  * How the loops reach the speed of memory. Each pass works on one cache line of every array at a time, because the arrays of
- * a record lie a multiple of 4 KiB apart and share the sets of the first-level cache. Software prefetch runs 512 bytes
+ * a record lie a multiple of 4 KiB apart and share the sets of the first-level cache. Software prefetch runs 1024 bytes
  * ahead of every array that is read: the hardware's follows that many streams late. Stores are ordinary ones, of lines that
  * were just read; non-temporal ones for `values` of FP32, the only array that is written without having been read, were no
  * faster. The formats with narrow arrays only (BF16, 8BIT) compute more than they move: AVX-512 works on them in an order
