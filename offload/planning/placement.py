@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from offload.planning.budget import MemoryLine, MemoryPlan, Tier
 from offload.planning.free_memory import FreeMemory
 from offload.planning.link_seconds import Cost
 from offload.planning.purposes import StateNames
-from offload.planning.room_to_undo import undo_nbytes_of, undoable_units
+from offload.planning.room_to_undo import Undoable
 from offload.planning.route import Memory, Route, alike, routes_of, with_undo
 from offload.planning.route_bytes import held, passed_through
 from offload.planning.schedule import apart_nbytes, expected_nbytes, worthwhile_nbytes
@@ -157,6 +157,8 @@ class Problem:
     footprint: Footprint
     expected: Expected
     free: FreeMemory
+    placed: dict[Choice, Placement] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What `place` has answered: searches come back to the same choices, two in five of them."""
 
     @property
     def rates(self) -> Rates:
@@ -231,6 +233,13 @@ def format_of(config: Config, moments: tuple[str, ...], dtype: str, crosses: boo
 
 def place(problem: Problem, choice: Choice) -> Placement:
     """What the choice takes."""
+    known = problem.placed.get(choice)
+    if known is None:
+        known = problem.placed[choice] = _place(problem, choice)
+    return known
+
+
+def _place(problem: Problem, choice: Choice) -> Placement:
     accelerator, footprint = problem.accelerator, problem.footprint
     device: Tier = "cpu" if accelerator.unified else "device"
     routes = routes_of(footprint.units, choice, unified=accelerator.unified, sharded=problem.sharing.shards_parameters)
@@ -249,13 +258,11 @@ def place(problem: Problem, choice: Choice) -> Placement:
     lines.append(MemoryLine("cpu", "gradients from other ranks", footprint.exchange))
     lines += _state_lines(purposes.GRADIENTS, choice.gradients, nbytes, device)
     sums = _sum_lines(footprint.units, choice, routes)
-    undoable: list[UnitSizes] = []
     if problem.speculates(choice.states):
         through = [MemoryLine(tier, purpose, count * nbytes) for (tier, purpose), (count, nbytes) in buffers.items()]
-        undoable = undoable_units(problem, routes, MemoryPlan((*lines, *sums, *through)), in_memory=choice.undoes_in_memory)
-        routes = with_undo(routes, {unit.index: any(unit.records(routes[unit.index].crosses).read) for unit in undoable})
-    undo_nbytes = sum((undo_nbytes_of(unit, routes[unit.index]) for unit in undoable), Counter[Tier]())
-    lines.extend(MemoryLine(tier, purposes.ROOM_TO_UNDO, count) for tier, count in undo_nbytes.items())
+        undoable = Undoable.of(problem, routes, MemoryPlan((*lines, *sums, *through)), in_memory=choice.undoes_in_memory)
+        routes = with_undo(routes, undoable.keeps_values)
+        lines.extend(MemoryLine(tier, purposes.ROOM_TO_UNDO, count) for tier, count in undoable.nbytes.items())
     lines.extend(MemoryLine(tier, purpose, count * nbytes) for (tier, purpose), (count, nbytes) in buffers.items())
     transit = 0
     if problem.packs_gradients:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -24,25 +25,32 @@ _CHECKPOINTS = 2
 """Room for which update="auto" leaves on the drives: the last one stays until the next is whole."""
 
 
-def undoable_units(problem: Problem, routes: Sequence[Route], others: MemoryPlan, *, in_memory: bool = True) -> list[UnitSizes]:
-    """Units of which an update overwrites nothing that could not be had again, as many as there is room for besides what must
-    be there; of the last first, which backward reaches first."""
-    left = _room(problem, others)
-    found: list[UnitSizes] = []
-    sizes: dict[tuple[int, int], Counter[Tier] | None] = {}
-    """By kind and route; None of those that cannot be undone."""
-    footprint = problem.footprint
-    for unit, kind, route in zip(reversed(footprint.units), reversed(footprint.kinds), reversed(routes), strict=True):
-        told = kind, id(route)
-        if told not in sizes:
-            sizes[told] = undo_nbytes_of(unit, route) if _can_undo(unit, route) else None
-        nbytes = sizes[told]
-        if nbytes is None or unit.index in problem.expected.late_units:
-            continue
-        if all(count <= left[tier] and (in_memory or tier != "cpu") for tier, count in nbytes.items()):
-            found.append(unit)
-            left.subtract(nbytes)
-    return found
+@dataclass(frozen=True, slots=True)
+class Undoable:
+    """`keeps_values`: by the index of each unit whose updates can be undone, as `Route` has it. `nbytes`: of the second places."""
+
+    keeps_values: Mapping[int, bool]
+    nbytes: Counter[Tier]
+
+    @staticmethod
+    def of(problem: Problem, routes: Sequence[Route], others: MemoryPlan, *, in_memory: bool = True) -> Undoable:
+        """Units of which an update overwrites nothing that could not be had again, as many as there is room for besides what
+        must be there; of the last first, which backward reaches first."""
+        left, taken, keeps_values = _room(problem, others), Counter[Tier](), dict[int, bool]()
+        sizes: dict[tuple[int, int], Counter[Tier] | None] = {}
+        """By kind and route; None of those that cannot be undone."""
+        footprint = problem.footprint
+        for unit, kind, route in zip(reversed(footprint.units), reversed(footprint.kinds), reversed(routes), strict=True):
+            told = kind, id(route)
+            if told not in sizes:
+                sizes[told] = _undo_nbytes(unit, route) if _can_undo(unit, route) else None
+            nbytes = sizes[told]
+            if nbytes is None or unit.index in problem.expected.late_units:
+                continue
+            if all(taken[tier] + count <= left[tier] and (in_memory or tier != "cpu") for tier, count in nbytes.items()):
+                keeps_values[unit.index] = any(unit.records(route.crosses).read)
+                taken.update(nbytes)
+        return Undoable(keeps_values, taken)
 
 
 def _room(problem: Problem, others: MemoryPlan) -> Counter[Tier]:
@@ -69,7 +77,7 @@ def _can_undo(unit: UnitSizes, route: Route) -> bool:
     return bool(unit.trained) and records and (parameters or not reads)
 
 
-def undo_nbytes_of(unit: UnitSizes, route: Route) -> Counter[Tier]:
+def _undo_nbytes(unit: UnitSizes, route: Route) -> Counter[Tier]:
     """What a second place for all that an update of the unit writes to stores takes."""
     records = unit.records(route.crosses)
     kept = sum(records.chunks[: route.kept_records])

@@ -8,12 +8,14 @@ leaves the new ones. Where a budget holds a part of the states, routes differ be
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from itertools import chain, repeat
+
+import numpy as np
+import numpy.typing as npt
 
 from offload.planning.budget import Tier
 from offload.planning.sizes import Footprint, UnitSizes
@@ -171,7 +173,7 @@ def routes_of(units: Sequence[UnitSizes], choice: Choice, *, unified: bool, shar
         parameters: Tier = "device" if unit.index in near.parameters else choice.parameters
         records: Tier = "device" if unit.index in near.records else choice.states
         gradients: Tier = "device" if unit.index in near.gradients else choice.gradients
-        kept_parameters, kept_records = 0, kept_records_of[unit.index]
+        kept_parameters, kept_records = 0, kept_records_of.get(unit.index, 0)
         if parameters == "nvme":
             kept_parameters = min(parameters_left, len(unit.chunks))
             parameters_left -= kept_parameters
@@ -212,12 +214,21 @@ def _in_turn(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(chunks, key=lambda one: (one[1] + one[0] * _GOLDEN % 1.0) / counts[one[0]]))
 
 
-def _kept_records(units: Sequence[UnitSizes], choice: Choice, unified: bool) -> Counter[int]:
+def _kept_records(units: Sequence[UnitSizes], choice: Choice, unified: bool) -> Mapping[int, int]:
     """By unit, how many of the records that might lie on NVMe lie in host memory."""
     if choice.states != "nvme" or not choice.kept.record_count:
-        return Counter()
+        return {}
     waiting = [unit for unit in units if unit.index not in choice.near.records]
-    return Counter(waiting[position].index for position, _ in kept_first(waiting, unified=unified)[: choice.kept.record_count])
+    positions = _kept_positions(tuple(len(unit.trained) for unit in waiting), unified)
+    counts = np.bincount(positions[: choice.kept.record_count], minlength=len(waiting))
+    return {unit.index: count for unit, count in zip(waiting, counts.tolist(), strict=True)}
+
+
+@lru_cache
+def _kept_positions(counts: tuple[int, ...], unified: bool) -> npt.NDArray[np.intp]:
+    """Of each chunk of `kept_first` the position of its unit."""
+    order = _one_after_the_other(counts) if unified else _in_turn(counts)
+    return np.array([position for position, _ in order], dtype=np.intp)
 
 
 def alike(footprint: Footprint, routes: Sequence[Route]) -> list[tuple[UnitSizes, Route, int]]:
@@ -231,10 +242,14 @@ def alike(footprint: Footprint, routes: Sequence[Route]) -> list[tuple[UnitSizes
 
 def with_undo(routes: Sequence[Route], keeps_values: Mapping[int, bool]) -> tuple[Route, ...]:
     """The same, those of these units undoable, by their indices."""
-    return tuple(
-        replace(one, undoable=True, keeps_values=keeps_values[index]) if index in keeps_values else one
-        for index, one in enumerate(routes)
-    )
+    made: dict[tuple[int, bool], Route] = {}
+    changed = list(routes)
+    for index, keeps in keeps_values.items():
+        told = id(routes[index]), keeps
+        if told not in made:
+            made[told] = replace(routes[index], undoable=True, keeps_values=keeps)
+        changed[index] = made[told]
+    return tuple(changed)
 
 
 @lru_cache

@@ -22,7 +22,7 @@ from offload.planning.budget import MemoryPlan
 from offload.planning.deciding import Decision
 from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import Placement, Problem, RankGroup, format_of, place
-from offload.planning.room_to_undo import undoable_units
+from offload.planning.room_to_undo import Undoable
 from offload.planning.route import routes_of
 from offload.planning.sizes import Footprint
 from offload.planning.tier_choice import Kept, Near
@@ -186,4 +186,4 @@ def test_what_is_counted_once_for_units_that_are_alike_is_what_each_counts_for(
         routes = routes_of(problem.footprint.units, replace(choice, kept=kept, near=near), unified=unified, sharded=False)
         each_its_own = [replace(route) for route in routes]
         nothing = MemoryPlan(())
-        assert undoable_units(problem, routes, nothing) == undoable_units(apart, each_its_own, nothing)
+        assert Undoable.of(problem, routes, nothing) == Undoable.of(apart, each_its_own, nothing)
