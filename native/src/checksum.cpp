@@ -26,13 +26,23 @@ uint64_t word_at(const uint8_t* bytes) {
 
 } // namespace
 
+// Block by block, each in the first-level cache, and of a block line by line: a line's chains stay in registers.
 void checksum_words(uint64_t* chains, const uint8_t* bytes, int64_t nbytes) {
-    uint64_t now[kChecksumChains];
-    std::memcpy(now, chains, sizeof now);
-    for (int64_t at = 0; at < nbytes; at += kChecksumStride)
-        for (int chain = 0; chain < kChecksumChains; ++chain)
-            now[chain] = step(now[chain], word_at(bytes + at + chain * int64_t{sizeof(uint64_t)}));
-    std::memcpy(chains, now, sizeof now);
+    constexpr int64_t kBlock = 16 * kChecksumStride;
+    for (int64_t begin = 0; begin < nbytes; begin += kBlock) {
+        const int64_t end = begin + kBlock < nbytes ? begin + kBlock : nbytes;
+        for (int line = 0; line < kChecksumLines; ++line) {
+            uint64_t* const of_line = chains + line * kChecksumLineChains;
+            uint64_t now[kChecksumLineChains];
+            std::memcpy(now, of_line, sizeof now);
+            for (int64_t at = begin; at < end; at += kChecksumStride) {
+                const uint8_t* const words = bytes + at + line * int64_t{sizeof now};
+                for (int chain = 0; chain < kChecksumLineChains; ++chain)
+                    now[chain] = step(now[chain], word_at(words + chain * int64_t{sizeof(uint64_t)}));
+            }
+            std::memcpy(of_line, now, sizeof now);
+        }
+    }
 }
 
 } // namespace offload
@@ -47,6 +57,7 @@ extern "C" int offload_checksum(const void* address, int64_t nbytes, uint64_t* o
     if (at > 0) kernels().checksum(chains, bytes, at);
     uint64_t total = static_cast<uint64_t>(nbytes);
     for (const uint64_t chain : chains) total = step(total, chain);
+    for (; at + int64_t{sizeof(uint64_t)} <= nbytes; at += sizeof(uint64_t)) total = step(total, word_at(bytes + at));
     for (; at < nbytes; ++at) total = step(total, bytes[at]);
     *out = total;
     return 0;

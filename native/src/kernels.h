@@ -93,7 +93,7 @@ struct Kernels {
     void (*ingest)(const IngestPiece& piece);
     void (*convert)(void* dst, int32_t dst_dtype, const void* src, int32_t src_dtype, int64_t numel);
     void (*stream)(const StreamPiece& piece);
-    // Takes `nbytes` bytes, a multiple of kChecksumStride, into the eight chains of a checksum.
+    // Takes `nbytes` bytes, a multiple of kChecksumStride, into the chains of a checksum.
     void (*checksum)(uint64_t* chains, const uint8_t* bytes, int64_t nbytes);
 };
 

@@ -149,14 +149,15 @@ def test_known_checksums() -> None:
         product = (chain ^ word) * multiplier & mask
         return (product << 29 | product >> 35) & mask
 
-    for nbytes in (0, 1, 7, 64, 65, 4096, 4096 + 63):
+    for nbytes in (0, 1, 7, 64, 65, 256, 257, 4096, 4096 + 63, 8192 + 256 + 71):
         content = bytes(memory(max(nbytes, 1), nbytes)[:nbytes].tolist())
-        chains = [(chain + 1) * multiplier & mask for chain in range(8)]
-        whole = nbytes // 64 * 64
-        for at in range(0, whole, 8):
-            chains[at // 8 % 8] = step(chains[at // 8 % 8], int.from_bytes(content[at : at + 8], "little"))
+        words = [int.from_bytes(content[at : at + 8], "little") for at in range(0, nbytes // 8 * 8, 8)]
+        chains = [(chain + 1) * multiplier & mask for chain in range(32)]
+        whole = len(words) // 32 * 32
+        for position, word in enumerate(words[:whole]):
+            chains[position % 32] = step(chains[position % 32], word)
         total = nbytes
-        for word in (*chains, *content[whole:]):
+        for word in (*chains, *words[whole:], *content[len(words) * 8 :]):
             total = step(total, word)
         tensor = torch.tensor(list(content), dtype=torch.uint8)
         assert checksum(tensor) == total
