@@ -27,9 +27,10 @@ _CHECKPOINTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Undoable:
-    """`keeps_values`: by the index of each unit whose updates can be undone, as `Route` has it. `nbytes`: of the second places."""
+    """Of which units updates can be undone, and what their second places take."""
 
     keeps_values: Mapping[int, bool]
+    """By the index of each such unit, as `Route` has it."""
     nbytes: Counter[Tier]
 
     @staticmethod
