@@ -10,37 +10,34 @@ written, holds NaN (all bits set). So work that forgot to wait computes with NaN
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter
+from torch.utils._python_dispatch import _disable_current_modes
 
 from offload.device.accelerator import Accelerator, UnitMemory
 from offload.device.device_memory import DeviceMemory, MemoryUse
 from offload.device.lane import HostLane, InlineLane, Job, LaneRow, ThreadLane
 from offload.device.pending import Pending
 from offload.device.recording import D2H, H2D, TRANSFER
+from offload.device.seen_operations import SeenOperations, tensors_in, with_new_storage
 
 _POISON = 0xFF
 
 
-class _CountedTensors(TorchDispatchMode):
+class _CountedTensors(SeenOperations):
     """Memory of tensors that operations make, until nothing refers to it. For the calling thread, backward included."""
 
     def __init__(self, memory: DeviceMemory) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._memory = memory
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        known = {one.untyped_storage()._cdata for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor)}
-        for one in tree_iter(result):
-            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in known:
-                known.add(one.untyped_storage()._cdata)
-                self._memory.hold(one)
+    def seen(self, function: Any, args: Any, given: Mapping[str, Any]) -> Any:
+        result = function(*args, **given)
+        for one in with_new_storage(tensors_in((result,)), tensors_in((*args, *given.values()))):
+            self._memory.hold(one)
         return result
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from offload.device.virtual.operations import SeenOperations, flops_of, tensors_in, touched_nbytes
+from offload.device.seen_operations import SeenOperations, tensors_in
+from offload.device.virtual.operations import flops_of, touched_nbytes
 
 _HEAD_START_CYCLES = 500_000
 """Of a device's clock: about a quarter of a millisecond."""
