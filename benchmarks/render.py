@@ -348,6 +348,7 @@ TABLES = {
     "loss_curves": loss_curves,
     "lora": lora,
     "train_step": train_step,
+    "train_step_elsewhere": train_step,
     "overhead": overhead,
     "memory_sweep": memory_sweep,
     "device_memory": device_memory,
