@@ -52,7 +52,7 @@ _LANDING_SHARE = 0.01
 _BUDGET_RATIO = 1.04
 _SMALLER_BUDGETS = 3
 """Of the scale on which it is looked what less of the device's memory would be spent on, and how many."""
-_REFINED_PAIRS = 2
+_REFINED_PAIRS = 4
 """For which "auto" looks at those."""
 _FREE_SHARE = 0.8
 """Of the free memory, where "auto" has no budget to go by: the rest is for activations and everybody else."""
