@@ -196,6 +196,10 @@ def kept_first(units: Sequence[UnitSizes], *, unified: bool) -> tuple[tuple[int,
     other: those behind lie on NVMe as a whole, so that their updates begin in backward (`Route.undoable`), whose processor has
     nothing to spare for them later."""
     counts = tuple(len(unit.trained) for unit in units)
+    return _kept_order(counts, unified)
+
+
+def _kept_order(counts: tuple[int, ...], unified: bool) -> tuple[tuple[int, int], ...]:
     return _one_after_the_other(counts) if unified else _in_turn(counts)
 
 
@@ -227,8 +231,7 @@ def _kept_records(units: Sequence[UnitSizes], choice: Choice, unified: bool) -> 
 @lru_cache
 def _kept_positions(counts: tuple[int, ...], unified: bool) -> npt.NDArray[np.intp]:
     """Of each chunk of `kept_first` the position of its unit."""
-    order = _one_after_the_other(counts) if unified else _in_turn(counts)
-    return np.array([position for position, _ in order], dtype=np.intp)
+    return np.array([position for position, _ in _kept_order(counts, unified)], dtype=np.intp)
 
 
 def alike(footprint: Footprint, routes: Sequence[Route]) -> list[tuple[UnitSizes, Route, int]]:
