@@ -30,11 +30,12 @@ KINDS: dict[str, tuple[str, ...]] = {
         "offload.step.gradients.buffers.GradientBuffers._read_back",
     ),
     "Adam": ("offload._native.update_rows",),
-    "checksums": ("offload._native.checksum",),
+    "checksums": ("offload._native.checksum", "offload._native.checksum_of_blocks"),
     "I/O hand-over": (
         "offload.tiers.nvme.NvmeStore.read",
         "offload.tiers.nvme.NvmeStore.write",
         "offload.tiers.extent_guard.Operation.wait",
+        "offload.tiers.extent_guard.Operation.arrive",
     ),
     "device memory": ("offload._native.pages_move",),
     PYTHON: (

@@ -22,7 +22,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offload._native_library import IngestPartStructure, UpdateArguments as UpdateArguments, UpdateSegmentStructure, load
+from offload._native_library import (
+    IngestPartStructure,
+    SummedMemory as SummedMemory,
+    SummedMemoryStructure,
+    UpdateArguments as UpdateArguments,
+    UpdateSegmentStructure,
+    load,
+)
 from offload.errors import ConfigError
 
 F32, BF16, F16 = 0, 1, 2
@@ -32,6 +39,7 @@ SIMD_LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2, "neon": 3}
 
 HUGE_PAGE_NBYTES = 2 << 20
 STREAM_STEP_NUMEL = 64  # `stream` takes whole steps
+CHECKSUM_BLOCK_NBYTES = 4096
 
 _EXACT_SUM_DIGITS = 70
 
@@ -213,9 +221,16 @@ UPDATE_ROW = np.dtype(UpdateSegmentStructure)
 """An `offload_update_segment` in an array."""
 
 
-def update_rows(rows: int | ctypes.Array[UpdateSegmentStructure], count: int) -> None:
-    """The same on a table of `UPDATE_ROW`, or where it lies."""
-    check(loaded().offload_update(default_threads().pointer, rows, count), f"update of {count} segments")
+def update_rows(rows: int | ctypes.Array[UpdateSegmentStructure], count: int, summed: Sequence[SummedMemory] = ()) -> None:
+    """The same on a table of `UPDATE_ROW`, or where it lies. `summed`: of what the checksums are taken on the way
+    (`offload_update_summed`)."""
+    pool = default_threads().pointer
+    if not summed:
+        check(loaded().offload_update(pool, rows, count), f"update of {count} segments")
+        return
+    memories = (SummedMemoryStructure * len(summed))(*summed)  # type: ignore[misc]  # a tuple fills a structure
+    status = loaded().offload_update_summed(pool, rows, count, memories, len(summed))
+    check(status, f"update of {count} segments with checksums")
 
 
 class Values(NamedTuple):
@@ -232,14 +247,23 @@ def gradient_ingest(
     start_index: int,
     accumulate: bool,
     block_sums: int,
+    checksums: int = 0,
     *,
     all_cores: bool = False,
 ) -> None:
-    """Copy or add a gradient and sum its squares by blocks (`offload_gradient_ingest`). Of `dst` and `block_sums` either may be
-    nowhere. `all_cores`: none of them computes the model."""
+    """Copy or add a gradient, sum its squares by blocks and take the checksums of what is stored (`offload_gradient_ingest`).
+    `dst`, `block_sums` and `checksums` may be nowhere. `all_cores`: none of them computes the model."""
     pool = _threads_for(numel, all_cores=all_cores)
     status = loaded().offload_gradient_ingest(
-        pool.pointer, dst.address or None, dst.dtype, *src, numel, start_index, int(accumulate), block_sums or None
+        pool.pointer,
+        dst.address or None,
+        dst.dtype,
+        *src,
+        numel,
+        start_index,
+        int(accumulate),
+        block_sums or None,
+        checksums or None,
     )
     if status:
         check(status, f"gradient_ingest(numel={numel}, start_index={start_index})")
@@ -285,10 +309,18 @@ def exact_sum(arrays: Sequence[tuple[int, int]]) -> int | None:
     return int.from_bytes(bytes(digits), "little", signed=True)
 
 
-def checksum(address: int, nbytes: int) -> int:
-    """A 64-bit checksum of memory, the same within one build on one machine (`offload_checksum`)."""
+def checksum(address: int, nbytes: int, sums: int = 0) -> int:
+    """A 64-bit checksum of memory, the same within one build on one machine (`offload_checksum`). `sums`: where those of its
+    blocks are, as far as they are known; 0: nowhere."""
     out = c_uint64()
-    check(loaded().offload_checksum(address, nbytes, byref(out)), f"checksum of {nbytes} bytes")
+    check(loaded().offload_checksum(address, nbytes, sums or None, byref(out)), f"checksum of {nbytes} bytes")
+    return out.value
+
+
+def checksum_of_blocks(sums: int, nbytes: int) -> int:
+    """`checksum` of memory whose blocks have these sums (`offload_checksum_of_blocks`)."""
+    out = c_uint64()
+    check(loaded().offload_checksum_of_blocks(sums, nbytes, byref(out)), f"checksum of the blocks of {nbytes} bytes")
     return out.value
 
 

@@ -10,7 +10,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64
 from pathlib import Path
 from typing import NamedTuple
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 LIBRARY_NAME = "liboffload_native.so"
 
 
@@ -79,6 +79,20 @@ class UpdateSegmentStructure(ctypes.Structure):
     _fields_ = tuple(zip(UpdateArguments._fields, _UPDATE_TYPES, strict=True))
 
 
+class SummedMemory(NamedTuple):
+    """Memory that an update passes over, and where the checksums of its blocks go, uint64: as the update finds it, and as it
+    leaves it (0: nowhere)."""
+
+    address: int
+    nbytes: int
+    before: int
+    after: int
+
+
+class SummedMemoryStructure(ctypes.Structure):
+    _fields_ = tuple(zip(SummedMemory._fields, (c_void_p, c_int64, c_void_p, c_void_p), strict=True))
+
+
 class IngestPartStructure(ctypes.Structure):
     _fields_ = (("numel", c_int64), ("start_index", c_int64), ("block_sums", c_void_p))
 
@@ -104,11 +118,13 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "offload_threads_destroy": (c_void_p,),
     "offload_threads_stay_awake": (c_void_p,),
     "offload_update": (c_void_p, c_void_p, c_int64),
-    "offload_gradient_ingest": (c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p),
+    "offload_update_summed": (c_void_p, c_void_p, c_int64, c_void_p, c_int64),
+    "offload_gradient_ingest": (c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p, c_void_p),
     "offload_gradients_ingest": (c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_void_p, c_int64),
     "offload_convert": (c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_int64),
     "offload_exact_sum": (c_void_p, c_void_p, c_int64, c_void_p),
-    "offload_checksum": (c_void_p, c_int64, POINTER(c_uint64)),
+    "offload_checksum": (c_void_p, c_int64, c_void_p, POINTER(c_uint64)),
+    "offload_checksum_of_blocks": (c_void_p, c_int64, POINTER(c_uint64)),
     "offload_stream": (c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_int32, c_int64),
     "offload_arena_create": (c_int64, c_int32, POINTER(c_void_p), POINTER(c_int64)),
     "offload_arena_destroy": (c_void_p, c_int64),

@@ -92,7 +92,8 @@ void ingest(Input& input) {
         if (offload_set_simd_level(level) != 0) continue;
         std::vector<uint8_t> target = before;
         std::vector<double> sums(static_cast<size_t>(blocks));
-        require(offload_gradient_ingest(pool(), target.data(), to, source.data(), from, numel, start, accumulate, sums.data()) == 0 ||
+        require(offload_gradient_ingest(pool(), target.data(), to, source.data(), from, numel, start, accumulate, sums.data(), nullptr) ==
+                    0 ||
                 numel == 0);
     }
 }
@@ -147,19 +148,26 @@ void update(Input& input) {
         segment.exp_avg_scale = there[3] ? state[3].data() : nullptr;
         segment.exp_avg_sq_scale = there[4] ? state[4].data() : nullptr;
         segment.values = there[5] ? state[5].data() : nullptr;
-        const int status = offload_update(pool(), &segment, 1);
+        uint64_t sums[2] = {}, found[2] = {}, expected[2] = {}; // of at most one block
+        const auto nbytes = static_cast<int64_t>(state[1].size());
+        const offload_summed_memory summed = {state[1].data(), nbytes, &sums[0], &sums[1]};
+        require(offload_checksum(state[1].data(), nbytes, nullptr, &expected[0]) == 0);
+        const int status = offload_update_summed(pool(), &segment, 1, &summed, 1);
         if (level == OFFLOAD_SIMD_SCALAR) scalar = status;
         require(status == scalar && (status == 0 || status == -EINVAL));
+        if (status != 0) continue;
+        require(offload_checksum(state[1].data(), nbytes, nullptr, &expected[1]) == 0);
+        for (int i = 0; i < 2; ++i) require(offload_checksum_of_blocks(&sums[i], nbytes, &found[i]) == 0 && found[i] == expected[i]);
     }
 }
 
 void checksum(Input& input) {
     std::vector<uint8_t> bytes = input.bytes(input.below(500));
     uint64_t before = 0, after = 0;
-    require(offload_checksum(bytes.data(), static_cast<int64_t>(bytes.size()), &before) == 0);
+    require(offload_checksum(bytes.data(), static_cast<int64_t>(bytes.size()), nullptr, &before) == 0);
     if (bytes.empty()) return;
     bytes[static_cast<size_t>(input.below(static_cast<int64_t>(bytes.size())))] ^= static_cast<uint8_t>(1 + input.below(255));
-    require(offload_checksum(bytes.data(), static_cast<int64_t>(bytes.size()), &after) == 0);
+    require(offload_checksum(bytes.data(), static_cast<int64_t>(bytes.size()), nullptr, &after) == 0);
     require(before != after);
 }
 

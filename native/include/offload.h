@@ -24,7 +24,7 @@ extern "C" {
 #define OFFLOAD_API __attribute__((visibility("default")))
 
 /* Changes whenever a signature, a structure or the meaning of an argument below changes. */
-#define OFFLOAD_ABI_VERSION 5
+#define OFFLOAD_ABI_VERSION 6
 
 enum { OFFLOAD_F32 = 0, OFFLOAD_BF16 = 1, OFFLOAD_F16 = 2 };
 enum { OFFLOAD_SIMD_BEST = -1, OFFLOAD_SIMD_SCALAR = 0, OFFLOAD_SIMD_AVX2 = 1, OFFLOAD_SIMD_AVX512 = 2, OFFLOAD_SIMD_NEON = 3 };
@@ -168,6 +168,23 @@ typedef struct offload_update_segment {
  * roots of the next are computed, which hides that the encoding waits for the group's maximum. */
 OFFLOAD_API int offload_update(offload_threads* threads, const offload_update_segment* segments, int64_t segment_count);
 
+/* Bytes of the blocks that checksums are made of: a page, so that what begins on a page is of whole blocks. */
+enum { OFFLOAD_CHECKSUM_BLOCK_NBYTES = 4096 };
+
+/* Memory that an update reads or writes, and where the sums of its blocks go: as the update finds it, and as it leaves it.
+ * Either may be NULL. Blocks count from `address`. */
+typedef struct {
+    const void* address;
+    int64_t nbytes;
+    uint64_t* before;
+    uint64_t* after;
+} offload_summed_memory;
+
+/* offload_update, and the checksums of all these memories in the same pass: a block that an array fills is summed while it is in
+ * a core's own cache. No two of them overlap. Sums of memory that the update does not touch are taken too. */
+OFFLOAD_API int offload_update_summed(offload_threads* threads, const offload_update_segment* segments, int64_t segment_count,
+                                      const offload_summed_memory* memories, int64_t memory_count);
+
 /* ---- gradients and casts -------------------------------------------------------------------------------------- */
 
 /* In one pass: value = src (+ dst if accumulate, in float32); dst = value in dst_dtype; and the sums of squares of
@@ -176,9 +193,11 @@ OFFLOAD_API int offload_update(offload_threads* threads, const offload_update_se
  * touch, in order: 32 lanes (flat index % 32) add double(x)^2 in increasing index order, then
  * `for w in 16, 8, 4, 2, 1: lane[i] += lane[i + w]`, and lane[0] is the sum. dst == NULL: only the sums of src
  * (accumulate must be 0). dst may be src itself with the same dtype; otherwise they must not overlap.
+ * checksums (may be NULL): one for each block of OFFLOAD_CHECKSUM_BLOCK_NBYTES from dst on receives its checksum where the block is
+ * stored in one go: whole, and within one block of 4096 indices. The others stay as they are.
  * Several callers may use one pool; they take turns. */
 OFFLOAD_API int offload_gradient_ingest(offload_threads* threads, void* dst, int32_t dst_dtype, const void* src, int32_t src_dtype,
-                                        int64_t numel, int64_t start_index, int32_t accumulate, double* block_sums);
+                                        int64_t numel, int64_t start_index, int32_t accumulate, double* block_sums, uint64_t* checksums);
 
 /* One gradient of those that lie side by side in a buffer; as of offload_gradient_ingest. */
 typedef struct {
@@ -204,8 +223,12 @@ OFFLOAD_API int offload_exact_sum(const double* const* arrays, const int64_t* co
 
 /* A 64-bit checksum of memory, for finding out that it changed: a change within one 8-byte word is always found, any other
  * with a chance of 1 - 2^-64. Its value is that of one build on one machine: not for files that outlive a process.
- * Thread-safe; runs on the calling thread. */
-OFFLOAD_API int offload_checksum(const void* address, int64_t nbytes, uint64_t* out);
+ * sums (may be NULL): of the memory's blocks, one for each OFFLOAD_CHECKSUM_BLOCK_NBYTES and one for what is left, as an update or
+ * an ingest left them; 0: not known. Thread-safe; runs on the calling thread. */
+OFFLOAD_API int offload_checksum(const void* address, int64_t nbytes, const uint64_t* sums, uint64_t* out);
+
+/* The same of memory that holds something else by now: all sums are known. Thread-safe. */
+OFFLOAD_API int offload_checksum_of_blocks(const uint64_t* sums, int64_t nbytes, uint64_t* out);
 
 /* What memory alone allows, for benchmarks: read `read_count` (0..8) arrays and write `write_count` (0..8), which may be
  * among those read. Array i has read_nbytes[i] (write_nbytes[i]) bytes (1..4) for each of `numel` elements, a multiple of 64.

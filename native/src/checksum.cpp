@@ -1,21 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// A checksum of memory, as fast as one core reads it.
+// A checksum of memory, as fast as one core reads it, put together from those of its blocks.
 #include "checksum.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
 #include "kernels.h"
-#include "offload.h"
 
 namespace offload {
 namespace {
 
-// One to one in each argument: a single changed word always changes the result. The rotation brings the highest bits,
-// which a product only passes upwards, back to where the next product spreads them.
-uint64_t step(uint64_t chain, uint64_t word) {
-    const uint64_t product = (chain ^ word) * kChecksumMultiplier;
-    return product << kChecksumRotation | product >> (64 - kChecksumRotation);
+constexpr uint64_t kMultiplier = 0x9e3779b97f4a7c15u; // odd, so that a step is one to one in each argument
+constexpr int kRotation = 29;
+
+// The rotation brings the highest bits, which a product only passes upwards, back to where the next product spreads them.
+uint64_t step(uint64_t total, uint64_t word) {
+    const uint64_t product = (total ^ word) * kMultiplier;
+    return product << kRotation | product >> (64 - kRotation);
 }
 
 uint64_t word_at(const uint8_t* bytes) {
@@ -24,41 +26,74 @@ uint64_t word_at(const uint8_t* bytes) {
     return word;
 }
 
+// SplitMix64 (Steele, Lea, Flood 2014).
+constexpr ChecksumKeys made_keys() {
+    ChecksumKeys made{};
+    uint64_t state = 0;
+    for (uint64_t& key : made.keys) {
+        uint64_t z = state += kMultiplier;
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+        key = z ^ (z >> 31);
+    }
+    return made;
+}
+
 } // namespace
 
-// Block by block, each in the first-level cache, and of a block line by line: a line's chains stay in registers.
-void checksum_words(uint64_t* chains, const uint8_t* bytes, int64_t nbytes) {
-    constexpr int64_t kBlock = 16 * kChecksumStride;
-    for (int64_t begin = 0; begin < nbytes; begin += kBlock) {
-        const int64_t end = begin + kBlock < nbytes ? begin + kBlock : nbytes;
-        for (int line = 0; line < kChecksumLines; ++line) {
-            uint64_t* const of_line = chains + line * kChecksumLineChains;
-            uint64_t now[kChecksumLineChains];
-            std::memcpy(now, of_line, sizeof now);
-            for (int64_t at = begin; at < end; at += kChecksumStride) {
-                const uint8_t* const words = bytes + at + line * int64_t{sizeof now};
-                for (int chain = 0; chain < kChecksumLineChains; ++chain)
-                    now[chain] = step(now[chain], word_at(words + chain * int64_t{sizeof(uint64_t)}));
-            }
-            std::memcpy(of_line, now, sizeof now);
+const ChecksumKeys kChecksumKeys = made_keys();
+
+// Lane by lane: the two numbers of one stay in registers, and a block in the first-level cache.
+void checksum_words(ChecksumLanes& lanes, const uint8_t* bytes, int64_t line_count) {
+    for (int lane = 0; lane < kChecksumLanes; ++lane) {
+        uint64_t product = 0, sum = 0;
+        for (int64_t line = 0; line < line_count; ++line) {
+            const uint64_t word = word_at(bytes + line * kChecksumLine + lane * int64_t{sizeof(uint64_t)});
+            const uint64_t mixed = word ^ kChecksumKeys.keys[line + lane];
+            product += (mixed & 0xffffffffu) * (mixed >> 32);
+            sum += word;
         }
+        lanes.products[lane] = product;
+        lanes.sums[lane] = sum;
     }
+}
+
+uint64_t block_checksum(const uint8_t* bytes, int64_t nbytes) {
+    ChecksumLanes lanes;
+    kernels().checksum(lanes, bytes, nbytes / kChecksumLine);
+    uint64_t total = static_cast<uint64_t>(nbytes);
+    for (int lane = 0; lane < kChecksumLanes; ++lane) total = step(total, step(step(0, lanes.products[lane]), lanes.sums[lane]));
+    int64_t at = nbytes - nbytes % kChecksumLine;
+    for (; at + int64_t{sizeof(uint64_t)} <= nbytes; at += sizeof(uint64_t)) total = step(total, word_at(bytes + at));
+    for (; at < nbytes; ++at) total = step(total, bytes[at]);
+    return total;
 }
 
 } // namespace offload
 
-extern "C" int offload_checksum(const void* address, int64_t nbytes, uint64_t* out) {
+extern "C" {
+
+int offload_checksum(const void* address, int64_t nbytes, const uint64_t* sums, uint64_t* out) {
     using namespace offload;
     if (out == nullptr || nbytes < 0 || (address == nullptr && nbytes > 0)) return -EINVAL;
-    const uint8_t* bytes = static_cast<const uint8_t*>(address);
-    uint64_t chains[kChecksumChains];
-    for (int chain = 0; chain < kChecksumChains; ++chain) chains[chain] = static_cast<uint64_t>(chain + 1) * kChecksumMultiplier;
-    int64_t at = nbytes - nbytes % kChecksumStride;
-    if (at > 0) kernels().checksum(chains, bytes, at);
+    const uint8_t* const bytes = static_cast<const uint8_t*>(address);
     uint64_t total = static_cast<uint64_t>(nbytes);
-    for (const uint64_t chain : chains) total = step(total, chain);
-    for (; at + int64_t{sizeof(uint64_t)} <= nbytes; at += sizeof(uint64_t)) total = step(total, word_at(bytes + at));
-    for (; at < nbytes; ++at) total = step(total, bytes[at]);
+    for (int64_t block = 0; block < checksum_block_count(nbytes); ++block) {
+        const int64_t at = block * kChecksumBlock;
+        const bool known = sums != nullptr && sums[block] != 0;
+        total = step(total, known ? sums[block] : block_checksum(bytes + at, std::min(kChecksumBlock, nbytes - at)));
+    }
     *out = total;
     return 0;
 }
+
+int offload_checksum_of_blocks(const uint64_t* sums, int64_t nbytes, uint64_t* out) {
+    using namespace offload;
+    if (out == nullptr || nbytes < 0 || (sums == nullptr && nbytes > 0)) return -EINVAL;
+    uint64_t total = static_cast<uint64_t>(nbytes);
+    for (int64_t block = 0; block < checksum_block_count(nbytes); ++block) total = step(total, sums[block]);
+    *out = total;
+    return 0;
+}
+
+} // extern "C"

@@ -16,7 +16,8 @@ constexpr int64_t kTaskNumel = kBlockNumel * kBlocksPerTask;
 constexpr int64_t kStartMultiple = 64;
 
 // `whole` describes all elements; they begin at `start_index` in flat index space.
-void ingest(offload_threads& threads, const IngestPiece& whole, int64_t start_index) {
+// checksums: of the blocks of its target, or null.
+void ingest(offload_threads& threads, const IngestPiece& whole, int64_t start_index, uint64_t* checksums) {
     const Kernels& table = kernels();
     const int64_t end_index = start_index + whole.numel;
     const int64_t first_block = start_index / kBlockNumel;
@@ -33,6 +34,10 @@ void ingest(offload_threads& threads, const IngestPiece& whole, int64_t start_in
             if (whole.block_sum != nullptr) piece.block_sum = whole.block_sum + block;
             piece.numel = end - begin;
             table.ingest(piece);
+            if (checksums == nullptr) continue;
+            const int64_t width = element_nbytes(whole.dst_dtype);
+            for (int64_t at = checksum_block_count(done * width); (at + 1) * kChecksumBlock <= (end - start_index) * width; ++at)
+                checksums[at] = block_checksum(static_cast<const uint8_t*>(whole.dst) + at * kChecksumBlock, kChecksumBlock);
         }
     });
 }
@@ -56,14 +61,14 @@ bool is_range(int64_t numel, int64_t start_index) {
 extern "C" {
 
 int offload_gradient_ingest(offload_threads* threads, void* dst, int32_t dst_dtype, const void* src, int32_t src_dtype, int64_t numel,
-                            int64_t start_index, int32_t accumulate, double* block_sums) {
+                            int64_t start_index, int32_t accumulate, double* block_sums, uint64_t* checksums) {
     using namespace offload;
     if (threads == nullptr || !is_range(numel, start_index)) return -EINVAL;
     if (!is_dtype(src_dtype) || (dst != nullptr && !is_dtype(dst_dtype)) || (accumulate != 0 && accumulate != 1)) return -EINVAL;
-    if (dst == nullptr && accumulate != 0) return -EINVAL;
+    if (dst == nullptr && (accumulate != 0 || checksums != nullptr)) return -EINVAL;
     if (numel == 0) return 0;
     if (src == nullptr) return -EINVAL;
-    ingest(*threads, {dst, src, block_sums, dst_dtype, src_dtype, numel, accumulate != 0}, start_index);
+    ingest(*threads, {dst, src, block_sums, dst_dtype, src_dtype, numel, accumulate != 0}, start_index, checksums);
     return 0;
 }
 
@@ -81,7 +86,7 @@ int offload_gradients_ingest(offload_threads* threads, void* dst, int32_t dtype,
         const offload_ingest_part& part = parts[i];
         if (part.numel == 0) continue;
         char* const place = static_cast<char*>(dst) + (part.start_index - first_index) * element_nbytes(dtype);
-        ingest(*threads, {place, sources[i], part.block_sums, dtype, dtype, part.numel, false}, part.start_index);
+        ingest(*threads, {place, sources[i], part.block_sums, dtype, dtype, part.numel, false}, part.start_index, nullptr);
     }
     return 0;
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "checksum.h"
 #include "offload.h"
 
 namespace offload {
@@ -93,8 +94,8 @@ struct Kernels {
     void (*ingest)(const IngestPiece& piece);
     void (*convert)(void* dst, int32_t dst_dtype, const void* src, int32_t src_dtype, int64_t numel);
     void (*stream)(const StreamPiece& piece);
-    // Takes `nbytes` bytes, a multiple of kChecksumStride, into the chains of a checksum.
-    void (*checksum)(uint64_t* chains, const uint8_t* bytes, int64_t nbytes);
+    // Of so many lines of a block.
+    void (*checksum)(ChecksumLanes& lanes, const uint8_t* bytes, int64_t line_count);
 };
 
 extern const Kernels kKernelsScalar;
@@ -106,8 +107,8 @@ extern const Kernels kKernelsAvx512;
 extern const Kernels kKernelsNeon;
 #endif
 
-// Of a level without a vector product of 64 bits.
-void checksum_words(uint64_t* chains, const uint8_t* bytes, int64_t nbytes);
+// Of a level that has no form of its own.
+void checksum_words(ChecksumLanes& lanes, const uint8_t* bytes, int64_t line_count);
 
 // The table in use. Thread-safe.
 const Kernels& kernels();

@@ -113,5 +113,30 @@ using Group = PlainGroup<Vector>;
 #include "kernels.inc"
 
 namespace offload {
-const Kernels kKernelsAvx2 = make_kernels(OFFLOAD_SIMD_AVX2);
+namespace {
+
+// A line is two registers.
+void checksum(ChecksumLanes& lanes, const uint8_t* bytes, int64_t line_count) {
+    __m256i products[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+    __m256i sums[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+    for (int64_t line = 0; line < line_count; ++line) {
+        const uint8_t* const at = bytes + line * kChecksumLine;
+        __builtin_prefetch(at + kChecksumAhead, 0, 2);
+        for (int half = 0; half < 2; ++half) {
+            const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at) + half);
+            const __m256i keys = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kChecksumKeys.keys + line) + half);
+            const __m256i mixed = _mm256_xor_si256(words, keys);
+            products[half] = _mm256_add_epi64(products[half], _mm256_mul_epu32(mixed, _mm256_srli_epi64(mixed, 32)));
+            sums[half] = _mm256_add_epi64(sums[half], words);
+        }
+    }
+    for (int half = 0; half < 2; ++half) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes.products) + half, products[half]);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes.sums) + half, sums[half]);
+    }
 }
+
+} // namespace
+
+const Kernels kKernelsAvx2 = make_kernels(OFFLOAD_SIMD_AVX2, checksum);
+} // namespace offload

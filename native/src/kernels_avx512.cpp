@@ -255,19 +255,19 @@ struct Group {
 namespace offload {
 namespace {
 
-// All chains at once: as fast as memory, where products of words are not.
-void checksum(uint64_t* chains, const uint8_t* bytes, int64_t nbytes) {
-    const __m512i multiplier = _mm512_set1_epi64(static_cast<int64_t>(kChecksumMultiplier));
-    __m512i now[kChecksumLines];
-    for (int line = 0; line < kChecksumLines; ++line) now[line] = _mm512_loadu_si512(chains + line * kChecksumLineChains);
-    for (int64_t at = 0; at < nbytes; at += kChecksumStride) {
-        for (int line = 0; line < kChecksumLines; ++line) {
-            const __m512i words = _mm512_loadu_si512(bytes + at + line * int64_t{sizeof(__m512i)});
-            const __m512i product = _mm512_mullo_epi64(_mm512_xor_si512(now[line], words), multiplier);
-            now[line] = _mm512_rol_epi64(product, kChecksumRotation);
-        }
+// A line is a register.
+void checksum(ChecksumLanes& lanes, const uint8_t* bytes, int64_t line_count) {
+    __m512i products = _mm512_setzero_si512(), sums = _mm512_setzero_si512();
+    for (int64_t line = 0; line < line_count; ++line) {
+        const uint8_t* const at = bytes + line * kChecksumLine;
+        __builtin_prefetch(at + kChecksumAhead, 0, 2);
+        const __m512i words = _mm512_loadu_si512(at);
+        const __m512i mixed = _mm512_xor_si512(words, _mm512_loadu_si512(kChecksumKeys.keys + line));
+        products = _mm512_add_epi64(products, _mm512_mul_epu32(mixed, _mm512_srli_epi64(mixed, 32)));
+        sums = _mm512_add_epi64(sums, words);
     }
-    for (int line = 0; line < kChecksumLines; ++line) _mm512_storeu_si512(chains + line * kChecksumLineChains, now[line]);
+    _mm512_storeu_si512(lanes.products, products);
+    _mm512_storeu_si512(lanes.sums, sums);
 }
 
 } // namespace

@@ -105,5 +105,30 @@ using Group = PlainGroup<Vector>;
 #include "kernels.inc"
 
 namespace offload {
-const Kernels kKernelsNeon = make_kernels(OFFLOAD_SIMD_NEON);
+namespace {
+
+// A line is four registers.
+void checksum(ChecksumLanes& lanes, const uint8_t* bytes, int64_t line_count) {
+    constexpr int kParts = kChecksumLanes / 2;
+    uint64x2_t products[kParts], sums[kParts];
+    for (int part = 0; part < kParts; ++part) products[part] = sums[part] = vdupq_n_u64(0);
+    for (int64_t line = 0; line < line_count; ++line) {
+        const uint8_t* const at = bytes + line * kChecksumLine;
+        __builtin_prefetch(at + kChecksumAhead, 0, 2);
+        for (int part = 0; part < kParts; ++part) {
+            const uint64x2_t words = vreinterpretq_u64_u8(vld1q_u8(at + 16 * part));
+            const uint64x2_t mixed = veorq_u64(words, vld1q_u64(kChecksumKeys.keys + line + 2 * part));
+            products[part] = vmlal_u32(products[part], vmovn_u64(mixed), vshrn_n_u64(mixed, 32));
+            sums[part] = vaddq_u64(sums[part], words);
+        }
+    }
+    for (int part = 0; part < kParts; ++part) {
+        vst1q_u64(lanes.products + 2 * part, products[part]);
+        vst1q_u64(lanes.sums + 2 * part, sums[part]);
+    }
 }
+
+} // namespace
+
+const Kernels kKernelsNeon = make_kernels(OFFLOAD_SIMD_NEON, checksum);
+} // namespace offload

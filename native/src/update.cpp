@@ -9,6 +9,7 @@
 
 #include "kernels.h"
 #include "offload.h"
+#include "summed_memory.h"
 #include "threads.h"
 
 namespace offload {
@@ -19,9 +20,9 @@ namespace {
 constexpr int64_t kTaskNumelMin = 32768;
 constexpr int64_t kTaskNumelMax = 262144;
 constexpr int64_t kTasksPerThread = 4;
-// Of states that are read elsewhere than written: brought over so many at a time, which are then in a core's own cache. A
-// multiple of kScaleGroup and kStreamStep.
-constexpr int64_t kBroughtNumel = 4096;
+// Of states that are read elsewhere than written, or of which checksums are taken: so many at a time, which are then in a core's
+// own cache. A multiple of kScaleGroup and kStreamStep.
+constexpr int64_t kTileNumel = 4096;
 // Under this much work in all, waking another thread costs more than it saves.
 constexpr int64_t kAloneNumel = 8192;
 
@@ -125,6 +126,18 @@ UpdatePiece piece_of(const offload_update_segment& s, int64_t begin, int64_t num
     return piece;
 }
 
+// Calls visit(address, nbytes) for each array of the piece; what is not there has no address.
+template <class Visit> void for_each_array(const offload_update_segment& s, const UpdatePiece& piece, const Visit& visit) {
+    const int64_t scales = (piece.numel + kScaleGroup - 1) / kScaleGroup;
+    visit(piece.grad, piece.numel * element_nbytes(s.grad_dtype));
+    visit(piece.master, piece.numel * master_nbytes(s));
+    visit(piece.exp_avg, piece.numel * moment_nbytes(s));
+    visit(piece.exp_avg_sq, piece.numel * moment_nbytes(s));
+    visit(piece.exp_avg_scale, scales);
+    visit(piece.exp_avg_sq_scale, scales);
+    visit(piece.values, piece.numel * element_nbytes(s.values_dtype));
+}
+
 void bring(void* to, int64_t distance, int64_t nbytes) {
     if (to != nullptr) std::memcpy(to, static_cast<const uint8_t*>(to) + distance, static_cast<size_t>(nbytes));
 }
@@ -139,49 +152,82 @@ void bring_states(const offload_update_segment& s, const UpdatePiece& piece) {
     bring(piece.exp_avg_sq_scale, s.source_distance, scales);
 }
 
-void update_part(const Kernels& table, const UpdateScalars& scalars, const offload_update_segment& s, int64_t begin, int64_t numel) {
-    const int64_t step = s.source_distance == 0 ? numel : kBroughtNumel;
-    for (int64_t first = begin; first < begin + numel; first += step) {
-        const UpdatePiece piece = piece_of(s, first, std::min(step, begin + numel - first));
-        if (s.source_distance != 0) bring_states(s, piece);
-        table.update(scalars, piece);
+// The segments of a step, cut in tasks and these in tiles.
+class Step {
+  public:
+    Step(const offload_threads& threads, const offload_update_segment* segments, int64_t segment_count) : segments_(segments) {
+        scalars_.reserve(static_cast<size_t>(segment_count));
+        first_task_.reserve(static_cast<size_t>(segment_count) + 1);
+        for (int64_t i = 0; i < segment_count; ++i) numel_ += segments[i].numel;
+        task_numel_ = task_numel_of(numel_, threads);
+        for (int64_t i = 0; i < segment_count; ++i) {
+            scalars_.push_back(scalars_of(segments[i]));
+            first_task_.push_back(task_count_);
+            task_count_ += (segments[i].numel + task_numel_ - 1) / task_numel_;
+        }
+        first_task_.push_back(task_count_);
     }
-}
 
-int update(offload_threads& threads, const offload_update_segment* segments, int64_t segment_count) {
-    std::vector<UpdateScalars> scalars;
-    std::vector<int64_t> first_task; // of each segment, and the number of tasks
-    scalars.reserve(static_cast<size_t>(segment_count));
-    first_task.reserve(static_cast<size_t>(segment_count) + 1);
-    int64_t task_count = 0;
-    int64_t total_numel = 0;
-    for (int64_t i = 0; i < segment_count; ++i) {
-        if (!is_valid(segments[i])) return -EINVAL;
-        total_numel += segments[i].numel;
-    }
-    const int64_t task_numel = task_numel_of(total_numel, threads);
-    for (int64_t i = 0; i < segment_count; ++i) {
-        first_task.push_back(task_count);
-        task_count += (segments[i].numel + task_numel - 1) / task_numel;
-    }
-    first_task.push_back(task_count);
-    for (int64_t i = 0; i < segment_count; ++i) scalars.push_back(scalars_of(segments[i]));
+    int64_t numel() const { return numel_; }
+    int64_t task_count() const { return task_count_; }
 
-    const Kernels& table = kernels();
-    const auto update_task = [&](int64_t task) {
-        const auto after = std::upper_bound(first_task.begin(), first_task.end(), task);
-        const int64_t index = after - first_task.begin() - 1;
-        const offload_update_segment& segment = segments[index];
-        const int64_t begin = (task - first_task[static_cast<size_t>(index)]) * task_numel;
-        update_part(table, scalars[static_cast<size_t>(index)], segment, begin, std::min(task_numel, segment.numel - begin));
-    };
-    if (total_numel > kAloneNumel) {
-        threads.run(task_count, update_task);
-    } else {
-        threads.run(1, [&](int64_t) {
-            for (int64_t task = 0; task < task_count; ++task) update_task(task);
+    // Takes the checksums of these memories too.
+    void sum(SummedMemories& memories) {
+        summed_ = &memories;
+        for (int64_t task = 0; task < task_count_; ++task)
+            for_each_tile(task, [&](const UpdateScalars&, const offload_update_segment& s, const UpdatePiece& piece) {
+                for_each_array(s, piece, [&](const void* address, int64_t nbytes) { memories.expect(address, nbytes); });
+            });
+    }
+
+    void run(const Kernels& table, int64_t task) const {
+        for_each_tile(task, [&](const UpdateScalars& scalars, const offload_update_segment& s, const UpdatePiece& piece) {
+            if (summed_ != nullptr)
+                for_each_array(s, piece, [&](const void* address, int64_t nbytes) { summed_->sum_before(address, nbytes); });
+            if (s.source_distance != 0) bring_states(s, piece);
+            table.update(scalars, piece);
+            if (summed_ != nullptr)
+                for_each_array(s, piece, [&](const void* address, int64_t nbytes) { summed_->sum_after(address, nbytes); });
         });
     }
+
+  private:
+    template <class Visit> void for_each_tile(int64_t task, const Visit& visit) const {
+        const auto after = std::upper_bound(first_task_.begin(), first_task_.end(), task);
+        const auto index = static_cast<size_t>(after - first_task_.begin() - 1);
+        const offload_update_segment& s = segments_[index];
+        const int64_t begin = (task - first_task_[index]) * task_numel_;
+        const int64_t end = std::min(begin + task_numel_, s.numel);
+        const int64_t step = s.source_distance == 0 && summed_ == nullptr ? task_numel_ : kTileNumel;
+        for (int64_t first = begin; first < end; first += step) visit(scalars_[index], s, piece_of(s, first, std::min(step, end - first)));
+    }
+
+    const offload_update_segment* segments_;
+    const SummedMemories* summed_ = nullptr;
+    std::vector<UpdateScalars> scalars_;
+    std::vector<int64_t> first_task_; // of each segment, and the number of tasks
+    int64_t numel_ = 0;
+    int64_t task_numel_ = 0;
+    int64_t task_count_ = 0;
+};
+
+int update(offload_threads& threads, const offload_update_segment* segments, int64_t segment_count, SummedMemories* memories) {
+    for (int64_t i = 0; i < segment_count; ++i)
+        if (!is_valid(segments[i])) return -EINVAL;
+    Step step(threads, segments, segment_count);
+    const Kernels& table = kernels();
+    if (memories != nullptr) {
+        step.sum(*memories);
+        memories->sum_rest_before();
+    }
+    if (step.numel() > kAloneNumel) {
+        threads.run(step.task_count(), [&](int64_t task) { step.run(table, task); });
+    } else {
+        threads.run(1, [&](int64_t) {
+            for (int64_t task = 0; task < step.task_count(); ++task) step.run(table, task);
+        });
+    }
+    if (memories != nullptr) memories->sum_rest_after();
     return 0;
 }
 
@@ -206,7 +252,19 @@ extern "C" {
 int offload_update(offload_threads* threads, const offload_update_segment* segments, int64_t segment_count) {
     if (threads == nullptr || segment_count < 0 || (segments == nullptr && segment_count > 0)) return -EINVAL;
     try {
-        return offload::update(*threads, segments, segment_count);
+        return offload::update(*threads, segments, segment_count, nullptr);
+    } catch (const std::bad_alloc&) { return -ENOMEM; }
+}
+
+int offload_update_summed(offload_threads* threads, const offload_update_segment* segments, int64_t segment_count,
+                          const offload_summed_memory* memories, int64_t memory_count) {
+    if (threads == nullptr || segment_count < 0 || (segments == nullptr && segment_count > 0)) return -EINVAL;
+    if (memory_count < 0 || (memories == nullptr && memory_count > 0)) return -EINVAL;
+    for (int64_t i = 0; i < memory_count; ++i)
+        if (memories[i].nbytes < 0 || (memories[i].address == nullptr && memories[i].nbytes > 0)) return -EINVAL;
+    try {
+        offload::SummedMemories summed(memories, memory_count);
+        return offload::update(*threads, segments, segment_count, &summed);
     } catch (const std::bad_alloc&) { return -ENOMEM; }
 }
 

@@ -14,6 +14,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import suppress
 
+from torch import Tensor
+
 
 class Pending(ABC):
     """The completion of one asynchronous operation.
@@ -28,6 +30,16 @@ class Pending(ABC):
     @abstractmethod
     def done(self) -> bool:
         """Whether it settled (well or not). Never blocks."""
+
+    def arrive(self) -> bool:
+        """`wait`, but leave it to `compare` to look whether what came is what was written: for whoever passes over it anyway.
+        False: there is nothing to compare any more."""
+        self.wait()
+        return False
+
+    def compare(self, sums: Tensor) -> None:  # noqa: B027 - most compare nothing, or when they are waited for
+        """After `arrive`: raise the failure where what came, the checksums of whose blocks are `sums`, int64, is not what was
+        written."""
 
     def keep_times(self) -> None:  # noqa: B027 - most have none
         """`times_ns` will be asked for. To be called before anybody waits."""

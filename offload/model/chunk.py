@@ -62,6 +62,7 @@ class ChunkGradient:
                    where several are expected `extent` and what follows it
     buffer         [chunk.numel] where it lies now; `lease` if that is a staging buffer
     spilled        the dtype in which it lies in the store alone; `spilled_from`: the buffer that it left, where it may still be
+    checksums      of the buffer's blocks, where they were taken as it was filled (`offload.device.arithmetic.checksums`)
     live           indices of the parameters whose gradient is there, or coming
     squares        by parameter index: the sums of squares of its piece; None: they are on the device. Written as pieces come,
                    also by the lane; dropped by the thread that drives the model
@@ -82,6 +83,7 @@ class ChunkGradient:
     lease: Lease | None = None
     spilled: torch.dtype | None = None
     spilled_from: Released | None = None
+    checksums: torch.Tensor | None = None
     live: set[int] = field(default_factory=set)
     squares: dict[int, torch.Tensor | None] = field(default_factory=dict)
     adopted: dict[int, torch.Tensor] = field(default_factory=dict)

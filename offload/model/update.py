@@ -15,6 +15,7 @@ from operator import attrgetter
 
 from torch import Tensor
 
+from offload.device.arithmetic.checksums import SummedMemory
 from offload.device.arithmetic.rules import Hyper
 from offload.device.lane import Job
 from offload.device.pending import Pending
@@ -46,6 +47,7 @@ class ChunkUpdate:
     started    its record is read ahead, or need not be
     source     its record, where what the update makes of it is written to another place
     lease      the buffer of its record on the way from the store and back; `reading`: the transfer into it
+    summed     of the record in hand, where the update takes the checksums of what was read and is written
     failure    of reading ahead: raised by the update that needs what was not read
     applied    record and values are updated; written to their stores after that
 
@@ -66,6 +68,7 @@ class ChunkUpdate:
     source: Tensor | None = None
     lease: Lease | None = None
     reading: Pending | None = None
+    summed: SummedMemory | None = None
     failure: Exception | None = None
 
     @property

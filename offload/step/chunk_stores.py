@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
@@ -38,8 +39,17 @@ class _OfChunk(Pending):
         self._failure: StorageError | None = None
 
     def wait(self) -> None:
+        self._see(self._transfer.wait)
+
+    def arrive(self) -> bool:
+        return bool(self._see(self._transfer.arrive))
+
+    def compare(self, sums: torch.Tensor) -> None:
+        self._see(partial(self._transfer.compare, sums))
+
+    def _see(self, look: Callable[[], bool | None]) -> bool | None:
         try:
-            self._transfer.wait()
+            return look()
         except StorageError as error:
             self._failure = self._failure or _named(error, self._purpose, self._chunk)
             raise self._failure from error
@@ -134,14 +144,20 @@ class ChunkStore(ABC):
         """See `Store.room_for_snapshots`."""
         return [room for store in self._stores.values() for room in store.room_for_snapshots()]
 
-    def write(self, chunk: Chunk, source: torch.Tensor) -> Pending:
+    def verifies(self, chunk: Chunk) -> bool:
+        """Whether the chunk's reads are compared with what was written: then `write` takes checksums."""
+        store = self._place(chunk).store
+        return store is not None and store.verifies
+
+    def write(self, chunk: Chunk, source: torch.Tensor, sums: torch.Tensor | None = None) -> Pending:
+        """`sums`: of the blocks of `source`, as of `Store.write`."""
         self.settle_write(chunk)
         place = self._place(chunk)
         if place.store is None:
             return Settled()
         _turn(place)
         assert place.extent is not None
-        pending = _OfChunk(place.store.write(place.extent, source), self._purpose, chunk)
+        pending = _OfChunk(place.store.write(place.extent, source, sums=sums), self._purpose, chunk)
         self.writing(chunk, pending)
         return pending
 
@@ -265,9 +281,9 @@ class ParameterStore(ChunkStore):
     def view(self, chunk: Chunk) -> torch.Tensor | None:
         return super().view(chunk) if chunk.route.has_store else chunk.bytes
 
-    def write(self, chunk: Chunk, source: torch.Tensor) -> Pending:
+    def write(self, chunk: Chunk, source: torch.Tensor, sums: torch.Tensor | None = None) -> Pending:
         if chunk.route.has_store:
-            return super().write(chunk, source)
+            return super().write(chunk, source, sums)
         chunk.bytes.copy_(source[: chunk.nbytes])  # on the stream of compute, after what it does now
         return Settled()
 

@@ -34,7 +34,9 @@ class DeviceStore(KeepsNothing):
         into.copy_(self.view(extent))
         return Settled()
 
-    def write(self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE) -> Pending:
+    def write(
+        self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE, sums: Tensor | None = None
+    ) -> Pending:
         self.view(extent).copy_(source)
         return Settled()
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import methodcaller
 
 from torch import Tensor, uint8
 
@@ -50,16 +51,27 @@ class Operation(Pending):
     def wait(self) -> None:
         self.settle(seen=True)
 
+    def arrive(self) -> bool:
+        return bool(self._settle(methodcaller("arrive"), seen=True))
+
+    def compare(self, sums: Tensor) -> None:
+        assert self._transfers is not None, "nothing has come of what was not submitted"
+        self._transfers.compare(sums)
+
     def settle(self, *, seen: bool) -> None:
         """Wait for the transfers, tell the guard how they ended and raise their failure. `seen`: by the caller."""
+        self._settle(methodcaller("wait"), seen=seen)
+
+    def _settle(self, wait: Callable[[Pending], bool | None], *, seen: bool) -> bool | None:
         if self._transfers is None:
             raise AssertionError(f"{self} was waited for before it was submitted")
         try:
-            self._transfers.wait()
+            found = wait(self._transfers)
         except StorageError as error:
             self._guard.ended(self, error, seen=seen)
             raise
         self._guard.ended(self, None, seen=seen)
+        return found
 
     def done(self) -> bool:
         return self._transfers is not None and self._transfers.done()

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from offload._native import CHECKSUM_BLOCK_NBYTES
 from offload.device.pending import AllOf, Pending
 from offload.device.recording import NOBODY, NVME_READ, NVME_WRITE, OpRecorder
 from offload.layout import EXTENT_ALIGN, Extent
@@ -56,7 +57,7 @@ class NvmeStore:
         self.nbytes = self._guard.nbytes
         self._stripe_nbytes = stripe_nbytes
         self._backend, self._recorder = backend, recorder
-        self._verifies = verification_is_on()
+        self.verifies = verification_is_on()
         self._checksums: dict[Extent, list[int]] = {}
         """Of the pieces of each extent that was written, where reads are verified."""
         self._files: tuple[ScratchFile, ...] = scratch.create(
@@ -73,11 +74,13 @@ class NvmeStore:
             raise
         return operation
 
-    def write(self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE) -> Pending:
+    def write(
+        self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE, sums: Tensor | None = None
+    ) -> Pending:
         operation = self._guard.begin(extent, source, is_write=True)
         try:
-            if self._verifies:
-                self._checksums[extent] = [checksum(_part(source, piece)) for piece in self._pieces(extent)]
+            if self.verifies:
+                self._checksums[extent] = [_checksum(source, sums, piece) for piece in self._pieces(extent)]
             files = self._asides.about_to_write(extent)
             operation.start(self._submit(self._backend.write, extent, source, priority, files))
         except BaseException as error:
@@ -121,7 +124,7 @@ class NvmeStore:
         return VerifiedRead(
             transfers,
             [
-                Stored(files[piece.file_index].path, piece.file_offset_nbytes, _part(into, piece), total)
+                Stored(files[piece.file_index].path, piece.file_offset_nbytes, _part(into, piece), total, piece.start_nbytes)
                 for piece, total in pieces
             ],
         )
@@ -185,6 +188,12 @@ class _Snapshot:
 
 def _part(tensor: Tensor, piece: Piece) -> Tensor:
     return tensor[piece.start_nbytes : piece.start_nbytes + piece.nbytes]
+
+
+def _checksum(source: Tensor, sums: Tensor | None, piece: Piece) -> int:
+    """`sums`: of the blocks of the extent. Pieces begin on blocks, as extents and stripes do."""
+    of_piece = sums[piece.start_nbytes // CHECKSUM_BLOCK_NBYTES :] if sums is not None else None
+    return checksum(_part(source, piece), of_piece)
 
 
 def striped_nbytes(nbytes: int, path_count: int, stripe_nbytes: int = STRIPE_NBYTES) -> tuple[int, ...]:

@@ -56,12 +56,20 @@ class Store(Protocol):
         """Size of the store: where its last extent ends."""
         ...
 
+    @property
+    def verifies(self) -> bool:
+        """Whether what is read is compared with what was written, by checksums."""
+        ...
+
     def read(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.PARAMETER) -> Pending:
         """Fill `into` with the extent."""
         ...
 
-    def write(self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE) -> Pending:
-        """Store `source` as the extent."""
+    def write(
+        self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE, sums: Tensor | None = None
+    ) -> Pending:
+        """Store `source` as the extent. `sums`: the checksums of its blocks (`offload.device.arithmetic.checksums`), where the
+        store `verifies` and somebody passed over them anyway."""
         ...
 
     def view(self, extent: Extent) -> Tensor | None:
@@ -90,7 +98,9 @@ class Store(Protocol):
 
 
 class KeepsNothing:
-    """That part of a store whose extents are updated where they lie."""
+    """That part of a store whose extents are updated where they lie, or that has nothing to compare."""
+
+    verifies = False
 
     def snapshot(self, extent: Extent) -> ExtentSnapshot | None:
         return None
@@ -121,7 +131,9 @@ class CpuStore(KeepsNothing):
     def read(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.PARAMETER) -> Pending:
         return self._copy(extent, into, is_write=False)
 
-    def write(self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE) -> Pending:
+    def write(
+        self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE, sums: Tensor | None = None
+    ) -> Pending:
         return self._copy(extent, source, is_write=True)
 
     def view(self, extent: Extent) -> Tensor | None:

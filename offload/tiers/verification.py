@@ -5,6 +5,9 @@ Computed when a write is submitted, from the memory that is written, and when a 
 read: so whatever happened in between, on the bus, in the drive's cache or on the medium, shows, and so does a write
 that went elsewhere or nowhere. Eight bytes a piece; nothing of it is written to disk.
 
+Where an update passes over the memory anyway, it takes the sums of its blocks, so that memory is read once (`arrive` and
+`compare` of the read, `sums` of a write).
+
 OFFLOAD_VERIFY=0 turns it off.
 """
 
@@ -35,22 +38,29 @@ def verification_is_on() -> bool:
     return chosen == "1"
 
 
-def checksum(tensor: Tensor) -> int:
-    """Of a contiguous uint8 tensor in host memory."""
+def checksum(tensor: Tensor, sums: Tensor | None = None) -> int:
+    """Of a contiguous uint8 tensor in host memory. `sums`: of its blocks, int64, 0 where one is not known."""
     if _native.available():
-        return _native.checksum(tensor.data_ptr(), tensor.numel())
+        return _native.checksum(tensor.data_ptr(), tensor.numel(), sums.data_ptr() if sums is not None else 0)
     content: Any = tensor.numpy()
     return zlib.crc32(content)
 
 
+def checksum_of_blocks(sums: Tensor, nbytes: int) -> int:
+    """`checksum` of memory that was so large, when its blocks had the first of these sums."""
+    return _native.checksum_of_blocks(sums.data_ptr(), nbytes)
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A part of an extent in one file: `part` is its memory in a transfer, `expected` the checksum of its last write."""
+    """A part of an extent in one file: `part` is its memory in a transfer, `expected` the checksum of its last write.
+    `start_nbytes`: where in the extent it begins."""
 
     path: object
     offset_nbytes: int
     part: Tensor
     expected: int
+    start_nbytes: int
 
 
 class VerifiedRead(Pending):
@@ -60,6 +70,8 @@ class VerifiedRead(Pending):
     def __init__(self, transfers: Pending, stored: Sequence[Stored]) -> None:
         self._transfers = transfers
         self._stored: Sequence[Stored] = stored
+        self._to_compare: Sequence[Stored] = ()
+        """What was left to `compare`."""
         self._failure: CorruptDataError | None = None
         self._lock = threading.Lock()
 
@@ -67,10 +79,30 @@ class VerifiedRead(Pending):
         self._transfers.wait()
         with self._lock:
             for one in self._stored:
-                found = checksum(one.part)
-                if found != one.expected and self._failure is None:
-                    self._failure = _corrupt(one, found)
+                self._look_at(one, checksum(one.part))
             self._stored = ()  # last: whoever waits after an interrupt looks again
+        self._raise_failure()
+
+    def arrive(self) -> bool:
+        self._transfers.wait()
+        with self._lock:  # whoever waits from now on has nothing to look at: the memory may be written to
+            self._to_compare, self._stored = self._stored, ()
+        self._raise_failure()
+        return bool(self._to_compare)
+
+    def compare(self, sums: Tensor) -> None:
+        with self._lock:
+            for one in self._to_compare:
+                first = one.start_nbytes // _native.CHECKSUM_BLOCK_NBYTES
+                self._look_at(one, checksum_of_blocks(sums[first:], one.part.numel()))
+            self._to_compare = ()
+        self._raise_failure()
+
+    def _look_at(self, one: Stored, found: int) -> None:
+        if found != one.expected and self._failure is None:
+            self._failure = _corrupt(one, found)
+
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
 

@@ -28,7 +28,9 @@ class VirtualStore(KeepsNothing):
     def read(self, extent: Extent, into: Tensor, *, priority: Priority = Priority.PARAMETER) -> Pending:
         return self._transfer(NVME_READ, extent, priority)
 
-    def write(self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE) -> Pending:
+    def write(
+        self, extent: Extent, source: Tensor, *, priority: Priority = Priority.STATE, sums: Tensor | None = None
+    ) -> Pending:
         return self._transfer(NVME_WRITE, extent, priority)
 
     def _transfer(self, row: str, extent: Extent, priority: Priority) -> Pending:

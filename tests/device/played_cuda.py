@@ -536,7 +536,7 @@ def _watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The native kernels are no torch operations: say what they touch."""
 
     def ingest(_: Any, dst: int | None, dtype: int, src: int, source_dtype: int, *given: Any) -> None:
-        numel, start, accumulate, sums = given
+        numel, start, accumulate, sums, _ = given
         target = _memory(dst, numel * _ITEMSIZES[dtype])
         found = _memory(sums, 8 * kernels.touched_block_count(start, numel))
         reads = [*_memory(src, numel * _ITEMSIZES[source_dtype]), *(target if accumulate else [])]
@@ -565,8 +565,11 @@ def _watch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             gradient = _memory(one.grad, one.numel * _ITEMSIZES[one.grad_dtype])
             _kernel("update", [*gradient, *states, *(values if master == 2 else [])], [*states, *values])
 
-    names = ("gradient_ingest", "gradients_ingest", "convert", "update")
-    watches = zip(names, (ingest, ingest_all, convert, update), strict=True)
+    def update_summed(pool: Any, segments: Any, count: int, *_: Any) -> None:
+        update(pool, segments, count)
+
+    names = ("gradient_ingest", "gradients_ingest", "convert", "update", "update_summed")
+    watches = zip(names, (ingest, ingest_all, convert, update, update_summed), strict=True)
     at_library_call(monkeypatch, {f"offload_{name}": watch for name, watch in watches})
 
 

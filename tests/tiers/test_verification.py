@@ -16,13 +16,14 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from offload import _native
+from offload.device.arithmetic.checksums import SummedMemory
 from offload.errors import ConfigError, CorruptDataError
 from offload.layout import Extent
 from offload.tiers.io import Priority
 from offload.tiers.memory import HostMemory
 from offload.tiers.nvme import NvmeStore
 from offload.tiers.scratch import ScratchFolder
-from offload.tiers.verification import checksum
+from offload.tiers.verification import checksum, checksum_of_blocks
 from tests.native.paths import torch_form
 
 from ..scratch_files import scratch_files
@@ -104,6 +105,47 @@ def test_a_read_is_compared_once_and_the_memory_is_its_holders_then(tmp_path: Pa
     store.close()
 
 
+def block_sums(tensor: Tensor) -> Tensor:
+    """As an update leaves them that passes over all of it."""
+    summed = SummedMemory(tensor, None, stored=True)
+    _native.update_rows(0, 0, [summed.arguments])
+    assert summed.after is not None
+    return summed.after
+
+
+@pytest.mark.parametrize("path_count", [1, 3])
+def test_who_passes_over_it_anyway_gives_the_sums(tmp_path: Path, path_count: int) -> None:
+    """Written by the sums of blocks, or compared by them, or both: nothing is found but the bit that was flipped."""
+    if not _native.available():
+        pytest.skip("no native library")
+    for seed in range(12):
+        flipped = random.Random(seed).randrange(8 if path_count > 1 else 3)
+        store = store_of(tmp_path, FaultyBackend(seed, {flipped: Fault("bit_flip")} if seed % 3 else {}), path_count)
+        failures = 0
+        for extent in EXTENTS:
+            source = memory(extent.nbytes, seed)
+            store.write(extent, source, sums=block_sums(source) if seed % 2 else None).wait()
+        for extent in EXTENTS:
+            into = memory(extent.nbytes, 99)
+            reading = store.read(extent, into)
+            assert reading.arrive()
+            sums = block_sums(into)
+            into.zero_()  # the holder's now: who waits, or looks at what is in flight, has nothing to compare
+            reading.wait()
+            store.flush()
+            try:
+                reading.compare(sums)
+            except CorruptDataError as error:
+                failures += 1
+                assert "records.swap" in str(error)
+                with pytest.raises(CorruptDataError):
+                    reading.compare(sums)
+                with pytest.raises(CorruptDataError):
+                    reading.wait()
+        assert failures == (1 if seed % 3 else 0)
+        store.close()
+
+
 def test_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_VERIFY", "0")
     store = store_of(tmp_path, FaultyBackend(1, {0: Fault("bit_flip")}))
@@ -140,27 +182,57 @@ def sums(request: pytest.FixtureRequest) -> Iterator[Callable[[Tensor], int]]:
 
 
 def test_known_checksums() -> None:
-    """Of the page in native/src/checksum.cpp, computed once more in Python."""
+    """Of the page in native/src/checksum.h, computed once more in Python."""
     if not _native.available():
         pytest.skip("no native library")
     mask, multiplier = (1 << 64) - 1, 0x9E3779B97F4A7C15
 
-    def step(chain: int, word: int) -> int:
-        product = (chain ^ word) * multiplier & mask
+    def step(total: int, word: int) -> int:
+        product = (total ^ word) * multiplier & mask
         return (product << 29 | product >> 35) & mask
+
+    def key(index: int) -> int:
+        z = (index + 1) * multiplier & mask
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+        return z ^ z >> 31
+
+    def of_block(content: bytes) -> int:
+        words = [int.from_bytes(content[at : at + 8], "little") for at in range(0, len(content) // 8 * 8, 8)]
+        products, sums, whole = [0] * 8, [0] * 8, len(words) // 8 * 8
+        for position, word in enumerate(words[:whole]):
+            line, lane = divmod(position, 8)
+            mixed = word ^ key(line + lane)
+            products[lane] = products[lane] + (mixed & 0xFFFFFFFF) * (mixed >> 32) & mask
+            sums[lane] = sums[lane] + word & mask
+        total = len(content)
+        for product, of_words in zip(products, sums, strict=True):
+            total = step(total, step(step(0, product), of_words))
+        for word in (*words[whole:], *content[len(words) * 8 :]):
+            total = step(total, word)
+        return total
 
     for nbytes in (0, 1, 7, 64, 65, 256, 257, 4096, 4096 + 63, 8192 + 256 + 71):
         content = bytes(memory(max(nbytes, 1), nbytes)[:nbytes].tolist())
-        words = [int.from_bytes(content[at : at + 8], "little") for at in range(0, nbytes // 8 * 8, 8)]
-        chains = [(chain + 1) * multiplier & mask for chain in range(32)]
-        whole = len(words) // 32 * 32
-        for position, word in enumerate(words[:whole]):
-            chains[position % 32] = step(chains[position % 32], word)
-        total = nbytes
-        for word in (*chains, *words[whole:], *content[len(words) * 8 :]):
-            total = step(total, word)
+        total, sums = nbytes, [of_block(content[at : at + 4096]) for at in range(0, nbytes, 4096)]
+        for one in sums:
+            total = step(total, one)
         tensor = torch.tensor(list(content), dtype=torch.uint8)
         assert checksum(tensor) == total
+        signed = [one - (1 << 64) if one >> 63 else one for one in sums]
+        assert checksum_of_blocks(torch.tensor(signed, dtype=torch.int64), nbytes) == total
+
+
+def test_what_moves_is_found(sums: Callable[[Tensor], int]) -> None:
+    """Words or lines that change places, within a block and between blocks."""
+    tensor = memory(3 * 4096, 5)
+    total = sums(tensor)
+    for nbytes in (8, 64, 4096):
+        parts = tensor.view(-1, nbytes)
+        for first, second in ((0, 1), (0, len(parts) - 1), (1, len(parts) - 1)):
+            moved = parts.clone()
+            moved[[first, second]] = parts[[second, first]]
+            assert sums(moved.flatten()) != total
 
 
 @settings(max_examples=300)

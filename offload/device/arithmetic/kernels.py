@@ -39,6 +39,7 @@ def ingest_async(
     accumulate: bool,
     sums: Tensor | None = None,
     *,
+    checksums: Tensor | None = None,
     all_cores: bool = False,
 ) -> Tensor:
     """Store a gradient, or add it, and sum the squares of what was stored.
@@ -50,7 +51,8 @@ def ingest_async(
     the flat indices [4096 b, 4096 (b + 1)); its sum has 32 accumulators, of flat index mod 32, which add double(x)^2 in
     increasing order, then `for w in 16, 8, 4, 2, 1: lane[i] += lane[i + w]`. A sum is finite exactly if every element is.
 
-    `all_cores`: of the host, none of which computes the model.
+    `checksums`: of the blocks of dst, which begin with it; those that this stores whole become known, where the native library
+    does it (`offload.device.arithmetic.checksums`). `all_cores`: of the host, none of which computes the model.
     """
     numel, device = src.numel(), src.device
     _check_ingest(dst, src, start_index, accumulate)
@@ -72,8 +74,8 @@ def ingest_async(
         else:
             _ingest_torch(dst, src, start_index % BLOCK_NUMEL, accumulate, sums)
         return sums
-    target = sums.data_ptr()
-    _native.gradient_ingest(_values(dst), _values(src), numel, start_index, accumulate, target, all_cores=all_cores)
+    target, taken = sums.data_ptr(), checksums.data_ptr() if checksums is not None else 0
+    _native.gradient_ingest(_values(dst), _values(src), numel, start_index, accumulate, target, taken, all_cores=all_cores)
     return sums
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from offload import _native
 from offload.device.arithmetic import compiled_kernels
+from offload.device.arithmetic.checksums import SummedMemory
 from offload.device.arithmetic.encoding import SCALE_GROUP
 from offload.device.arithmetic.flat import DTYPE_CODES
 from offload.device.arithmetic.records import RecordFormat
@@ -93,10 +94,11 @@ class StepTable:
         numbers: Numbers,
         grad_factor: float,
         source: Tensor | None = None,
+        summed: Sequence[SummedMemory] = (),
     ) -> None:
         """One step, in place; or of all pieces of the record in `source`, which stays as it is. `which`: the positions of the
         pieces that it is of, None: of all. `record`: uint8, at least the record; `values`: [numel] in their dtype; `gradients`:
-        [numel], or by piece [its numel]."""
+        [numel], or by piece [its numel]. `summed`, on the host alone: of what checksums are taken."""
         if which is None and isinstance(gradients, Tensor):
             read_at = source.data_ptr() if source is not None else 0
             places = (record.data_ptr(), values.data_ptr(), gradients.data_ptr(), read_at)
@@ -104,7 +106,7 @@ class StepTable:
             if where != self._where:
                 self._place_gradients(self.placed(_ALL, record, values, source), _ALL, gradients)
                 self._where = where
-            self._table.step(self.moments, numbers, grad_factor)
+            self._table.step(self.moments, numbers, grad_factor, summed)
             return
         rows = self.placed(_ALL if which is None else which, record, values, source)
         if isinstance(gradients, Tensor):
@@ -112,7 +114,7 @@ class StepTable:
         else:
             _place_gradients(rows, gradients, self._device_index)
         table = self._table if which is None else _Table(rows, self.device)
-        table.step(self.moments, numbers, grad_factor)
+        table.step(self.moments, numbers, grad_factor, summed)
 
     def _place_gradients(self, rows: Any, which: Sequence[int] | slice, gradients: Tensor) -> None:
         _check_gradients(gradients, self.numel, self._device_index)
@@ -180,14 +182,14 @@ class _Table:
             raise AssertionError(f"there are no compiled kernels for {device}")
         self._told: object = None
 
-    def step(self, moments: Set[str], numbers: Numbers, grad_factor: float) -> None:
+    def step(self, moments: Set[str], numbers: Numbers, grad_factor: float, summed: Sequence[SummedMemory] = ()) -> None:
         """The rows know where everything lies: compute."""
         if isinstance(numbers, list):
             self._tell_each(moments, numbers, grad_factor)
         else:
             self._tell(moments, *numbers, grad_factor)
         if self._compiled is None:
-            _native.update_rows(self._address, self._count)
+            _native.update_rows(self._address, self._count, [one.arguments for one in summed])
         else:
             self._compiled.update(_native.UpdateArguments(*row) for row in self.rows.tolist())
 

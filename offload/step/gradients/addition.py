@@ -27,11 +27,13 @@ def take_in(
     dtype: torch.dtype,
     squares: torch.Tensor | None = None,
     *,
+    checksums: torch.Tensor | None = None,
     all_cores: bool = False,
 ) -> torch.Tensor:
     """`kernels.ingest_async` of a gradient of a parameter in `dtype` into its place in a buffer, which may be wider."""
     if addition is not Addition.PART or target.dtype == dtype:
-        return kernels.ingest_async(target, values, start_index, addition is not Addition.FIRST, squares, all_cores=all_cores)
+        adds = addition is not Addition.FIRST
+        return kernels.ingest_async(target, values, start_index, adds, squares, checksums=checksums, all_cores=all_cores)
     total = torch.empty(target.shape, dtype=dtype, device=target.device)
     kernels.convert(total, target, all_cores=all_cores)
     found = kernels.ingest_async(total, values, start_index, True, squares, all_cores=all_cores)

@@ -183,7 +183,9 @@ class GradientArrival:
             self._unsummed.pop(info.index, None)
             kernels.convert(target, state.adopted.pop(info.index))
         on_device = self._squares_on_device.part(info.index, chunk.index) if self._squares_on_device is not None else None
-        summed = take_in(target, source, piece.start, addition, info.flat.dtype, on_device)
+        if piece.numel == chunk.numel:
+            state.checksums = self.buffers.unknown_checksums(state)
+        summed = take_in(target, source, piece.start, addition, info.flat.dtype, on_device, checksums=state.checksums)
         state.squares[info.index] = summed if on_device is None else None
 
     def arrive_together(self, found: Iterable[tuple[ParameterInfo, torch.Tensor]]) -> None:

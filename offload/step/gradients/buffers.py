@@ -24,6 +24,7 @@ import torch
 
 from offload.device.accelerator import Accelerator
 from offload.device.arithmetic import kernels
+from offload.device.arithmetic.checksums import unknown_sums
 from offload.device.lane import HostLane
 from offload.device.pending import AllOf, Pending
 from offload.layout import Extent
@@ -114,6 +115,7 @@ class GradientBuffers:
         if state.lease is not None:
             self._order.put(state)
         self._stored.discard(state)  # what is added the store lacks
+        state.checksums = None
         assert state.buffer is not None
         if dtype == torch.float32 and state.buffer.dtype != dtype:
             return self._widened(state, state.buffer)
@@ -154,6 +156,13 @@ class GradientBuffers:
             known = self._views[state, dtype] = view, _values_in(view, state, dtype)
         state.buffer = known[1]
         return state.buffer
+
+    @staticmethod
+    def unknown_checksums(state: ChunkGradient) -> torch.Tensor | None:
+        """To be taken of what is stored in the chunk's buffer next, for when it is spilled; None where nobody wants them."""
+        assert state.buffer is not None
+        store, extents = _place(state, state.buffer.dtype)
+        return unknown_sums(extents[0].nbytes) if state.lease is not None and store.verifies and len(extents) == 1 else None
 
     def close(self) -> None:
         """Let go of the stores' memory."""
@@ -210,6 +219,12 @@ class GradientBuffers:
         state.buffer = lease.tensor[: there.nbytes].view(there.dtype)
         state.transfer, state.lease = self._accelerator.copy_out_beside_compute(state.buffer, there), lease
 
+    @staticmethod
+    def read_back(state: ChunkGradient) -> torch.Tensor:
+        """What a chunk with a lease has of it, uint8: whole extents."""
+        assert state.buffer is not None and state.lease is not None
+        return state.lease.tensor[: sum(extent.nbytes for extent in _place(state, state.buffer.dtype)[1])]
+
     def put_back(self, state: ChunkGradient) -> None:
         """What was brought for an update stays a gradient: what lies in the store is still it."""
         if state.lease is None or state in self._order:
@@ -241,7 +256,7 @@ class GradientBuffers:
         """The chunk has no buffer any more: none to be spilled, nor one with what the store has."""
         self._order.remove(state)
         self._stored.discard(state)
-        state.buffer, state.lease = None, None
+        state.buffer = state.lease = state.checksums = None
 
     # ---- spilling ------------------------------------------------------------------------------------------------
 
@@ -293,7 +308,8 @@ class GradientBuffers:
             if state.transfer is not None:
                 state.transfer.wait()
             store, extents = _place(state, state.buffer.dtype)
-            state.transfer = _moved(store.write, extents, state.lease.tensor)
+            write = store.write if state.checksums is None else partial(store.write, sums=state.checksums)
+            state.transfer = _moved(write, extents, state.lease.tensor)
         state.spilled_from = state.lease.release(after=state.transfer)
         state.spilled = state.buffer.dtype
         self._leave_buffer(state)

@@ -13,6 +13,7 @@ from operator import attrgetter
 import torch
 
 from offload.device.arithmetic import kernels
+from offload.device.arithmetic.checksums import SummedMemory
 from offload.layout import Piece
 from offload.model.chunk import Chunk, ChunkGradient
 from offload.model.flat import ParameterInfo
@@ -198,16 +199,21 @@ class ChunkGradients:
         jobs = gradient_of(chunk).jobs
         return not jobs or all(job.done() for job in jobs)
 
-    def open(self, chunk: Chunk) -> None:
-        """Have the gradients of the chunk where the update's kernel can address them, until `release`."""
+    def open(self, chunk: Chunk, *, sums: bool = False) -> SummedMemory | None:
+        """Have the gradients of the chunk where the update's kernel can address them, until `release`. `sums`: the update can
+        take checksums, of what this gives back."""
         state = gradient_of(chunk)
         state.settle()
         with self._lock:
             state.opened = True
             self._buffers.bring(state)
             transfer, state.transfer = state.transfer, None
-        if transfer is not None:
-            transfer.wait()
+        if transfer is None:
+            return None
+        if sums and state.lease is not None:
+            return SummedMemory(self._buffers.read_back(state), transfer)
+        transfer.wait()
+        return None
 
     def opened(self, chunk: Chunk, pieces: Iterable[Piece]) -> list[torch.Tensor]:
         """Those of some pieces of an open chunk, [piece.numel] each."""

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from offload.device.arithmetic import optimizer_step
+from offload.device.arithmetic.checksums import SummedMemory
 from offload.device.arithmetic.flat import uses_native
 from offload.device.arithmetic.records import Record
 from offload.device.arithmetic.segment import MASTER, Segment
@@ -18,6 +20,7 @@ from offload.model.update import ChunkUpdate, PieceUpdate
 from offload.step.chunk_stores import RecordStore
 from offload.step.gradients.chunk_gradients import ChunkGradients
 
+_ON_HOST = torch.empty(0, device="cpu")
 Written = tuple[Chunk, Tensor, Tensor, Tensor | None]
 """Of a chunk that is updated the record, the values, and the record whose states are read, where that is another."""
 
@@ -31,11 +34,17 @@ class ChunkArithmetic:
         """By the first chunk of several that are updated at once, and where its record is written: where the records and the
         values of all of them lie, and the records that are read."""
 
-    def update(self, update: ChunkUpdate, record: Tensor, values: Tensor) -> None:
-        """`record`: the memory that holds it. The chunk's gradient is open."""
+    def takes_sums(self, update: ChunkUpdate) -> bool:
+        """Whether `update` on the host takes checksums on the way."""
+        return self.by_table(update, _ON_HOST)
+
+    def update(self, update: ChunkUpdate, record: Tensor, values: Tensor, summed: Sequence[SummedMemory] = ()) -> None:
+        """`record`: the memory that holds it. The chunk's gradient is open. `summed`: what checksums are taken of, where it
+        `takes_sums`."""
         if self.by_table(update, values):
-            self._by_table(update, record, values)
+            self._by_table(update, record, values, summed)
             return
+        assert not summed, "only the native kernel takes checksums"
         if update.source is not None:
             record.copy_(update.source)
         over = self._records.over(update.chunk, record)
@@ -43,7 +52,7 @@ class ChunkArithmetic:
         pairs = zip(update.pieces, gradients, strict=True)
         optimizer_step.update([_segment(update, piece, over, gradient, values) for piece, gradient in pairs])
 
-    def _by_table(self, update: ChunkUpdate, record: Tensor, values: Tensor) -> None:
+    def _by_table(self, update: ChunkUpdate, record: Tensor, values: Tensor, summed: Sequence[SummedMemory]) -> None:
         chunk = update.chunk
         gradients: Tensor | list[Tensor] | None = self._gradients.opened_whole(chunk)
         if gradients is None:
@@ -52,7 +61,8 @@ class ChunkArithmetic:
         if not update.updates_every_slot:
             updated = {one.info.index for one in update.some}
             which = [position for position, (info, _) in enumerate(chunk.pieces) if info.index in updated]
-        self._table(chunk, values).update(which, record, values, gradients, numbers_of([update]), update.factor, update.source)
+        table, numbers = self._table(chunk, values), numbers_of([update])
+        table.update(which, record, values, gradients, numbers, update.factor, update.source, summed)
 
     def update_at_once(self, updates: Sequence[ChunkUpdate], records: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """`update` of several chunks, every slot of them, in one call where the kernel makes them all."""

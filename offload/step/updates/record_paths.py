@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from offload.device.arithmetic.checksums import SummedMemory
 from offload.model.update import ChunkUpdate
 from offload.planning.purposes import RECORDS, RECORDS_ON_DEMAND
 from offload.planning.route import RecordPath
@@ -35,8 +36,8 @@ class RecordAccess(ABC):
         """There will be no `begin`: let go of what was reserved."""
 
     @abstractmethod
-    def begin(self, update: ChunkUpdate) -> Tensor:
-        """The record, at least its bytes. Waits for what was read."""
+    def begin(self, update: ChunkUpdate, *, sums: bool = False) -> Tensor:
+        """The record, at least its bytes. Waits for what was read. `sums`: the update can take checksums (its `summed`)."""
 
     def commit(self, update: ChunkUpdate, record: Tensor) -> None:  # noqa: B027 - as above
         """The update wrote to what `begin` gave. Readers find it by `RecordStore`, which has them wait as long as they must."""
@@ -49,7 +50,7 @@ class RecordsInPlace(RecordAccess):
     def __init__(self, tools: UpdateTools) -> None:
         self._records = tools.records
 
-    def begin(self, update: ChunkUpdate) -> Tensor:
+    def begin(self, update: ChunkUpdate, *, sums: bool = False) -> Tensor:
         record = self._records.view(update.chunk)
         assert record is not None, "a record in memory has its place there"
         other = self._records.second_view(update.chunk) if update.early else None
@@ -92,16 +93,22 @@ class RecordsFromFile(RecordAccess):
                 update.reading.wait()
             lease.release()
 
-    def begin(self, update: ChunkUpdate) -> Tensor:
-        assert update.lease is not None
-        if update.reading is not None:
-            update.reading.wait()
-        return update.lease.tensor
+    def begin(self, update: ChunkUpdate, *, sums: bool = False) -> Tensor:
+        lease, reading, chunk = update.lease, update.reading, update.chunk
+        assert lease is not None
+        if sums and self._records.verifies(chunk):
+            update.summed = SummedMemory(lease.tensor[: self._records.nbytes(chunk)], reading, stored=True)
+        elif reading is not None:
+            reading.wait()
+        return lease.tensor
 
     def commit(self, update: ChunkUpdate, record: Tensor) -> None:
         lease, update.lease = update.lease, None
         assert lease is not None
-        lease.release(after=self._records.write(update.chunk, record[: self._records.nbytes(update.chunk)]))
+        summed, update.summed = update.summed, None
+        written = record[: self._records.nbytes(update.chunk)]
+        sums = summed.after if summed is not None else None
+        lease.release(after=self._records.write(update.chunk, written, sums))
 
 
 def record_accesses(tools: UpdateTools) -> dict[RecordPath, RecordAccess]:

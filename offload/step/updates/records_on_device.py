@@ -276,7 +276,7 @@ class RecordsOnDevice(RecordAccess):
         """The device has the unit's update; `updated` when it is made."""
         self._updated[unit] = updated
 
-    def begin(self, update: ChunkUpdate) -> torch.Tensor:
+    def begin(self, update: ChunkUpdate, *, sums: bool = False) -> torch.Tensor:
         assert update.chunk.visiting is not None
         return update.chunk.visiting
 

@@ -18,6 +18,7 @@ from contextlib import nullcontext, suppress
 from itertools import takewhile
 from typing import Protocol
 
+from offload.device.arithmetic.checksums import SummedMemory
 from offload.device.arithmetic.step_table import JoinedTable
 from offload.device.lane import HostLane, InlineLane, LaneRow
 from offload.device.pending import Pending
@@ -374,15 +375,21 @@ class Updates:
             return ValuesNeeded.ALL
         return ValuesNeeded.NONE if chunk_update.updates_every_slot else ValuesNeeded.REST
 
+    def _takes_sums(self, update: ChunkUpdate) -> bool:
+        """Whether it takes the checksums of what came from a drive and goes there."""
+        on_host = update.chunk.visiting is None and update.chunk.route.update_in is Memory.HOST
+        return self._reads and on_host and self._arithmetic.takes_sums(update)
+
     def _apply(self, chunk_update: ChunkUpdate) -> Pending:
         chunk = chunk_update.chunk
         access = self._access(chunk)
         if chunk_update.failure is not None:
             raise chunk_update.failure
         is_here = not self._reads and self._gradients.is_here(chunk)
+        sums = self._takes_sums(chunk_update)
         with nullcontext() if is_here else self._timeline.lane_waiting("read records"):
-            buffer = access.begin(chunk_update)
-            self._gradients.open(chunk)
+            buffer = access.begin(chunk_update, sums=sums)
+            of_gradient = self._gradients.open(chunk, sums=sums)
         path = self._values(chunk)
         with nullcontext() if path.is_at_hand(chunk) else self._timeline.lane_waiting("read parameters"):
             values = path.begin(chunk, self._old(chunk_update))
@@ -392,10 +399,16 @@ class Updates:
         if watcher is not None:
             with self._timeline.lane_waiting("copy for checkpoint"):
                 watcher.before_update(chunk)
+        stored = path.verified(chunk, values) if sums else None
+        of_values = SummedMemory(stored, None, stored=True) if stored is not None else None
+        summed = [one for one in (chunk_update.summed, of_values, of_gradient) if one is not None]
         with self._timeline.lane_working("adam"):
-            self._arithmetic.update(chunk_update, buffer, values)
+            self._arithmetic.update(chunk_update, buffer, values, summed)
+        for one in summed:  # before anything of it gets to its home
+            one.compare()
         self._gradients.release(chunk)
-        published = path.commit(chunk, values, chunk_update.only_pieces)
+        new_sums = of_values.after if of_values is not None else None
+        published = path.commit(chunk, values, chunk_update.only_pieces, new_sums)
         access.commit(chunk_update, buffer)
         chunk_update.applied = True  # before it is told: `coming` may be asked for between the two
         watcher = self.watcher

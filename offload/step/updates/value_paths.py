@@ -66,9 +66,13 @@ class ValueAccess(ABC):
     def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
         """The values; `old` says what of the present ones must be there."""
 
+    def verified(self, chunk: Chunk, values: torch.Tensor) -> torch.Tensor | None:
+        """What `commit` writes to a store that wants its checksums, uint8, where it does."""
+        return None
+
     @abstractmethod
-    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
-        """Publish the values of `pieces`. Settles when device memory may be used or fetched again.
+    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece], sums: torch.Tensor | None = None) -> Pending:
+        """Publish the values of `pieces`. Settles when device memory may be used or fetched again. `sums`: of `verified`.
 
         Writes to a store are not part of that: `ParameterStore` orders every read after them.
         """
@@ -89,7 +93,7 @@ class ValuesInPlace(ValueAccess):
     def begin(self, chunk: Chunk, old: ValuesNeeded) -> torch.Tensor:
         return chunk.values
 
-    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece], sums: torch.Tensor | None = None) -> Pending:
         return _OVER
 
 
@@ -104,8 +108,11 @@ class ValuesResident(ValueAccess):
         self._parameter_store.settle_write(chunk)  # of the last update, from this very memory
         return chunk.values
 
-    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
-        self._parameter_store.write(chunk, chunk.bytes)
+    def verified(self, chunk: Chunk, values: torch.Tensor) -> torch.Tensor | None:
+        return chunk.bytes if self._parameter_store.verifies(chunk) else None
+
+    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece], sums: torch.Tensor | None = None) -> Pending:
+        self._parameter_store.write(chunk, chunk.bytes, sums)
         return _OVER
 
 
@@ -190,9 +197,12 @@ class ValuesInStore(ValueAccess):
             known = self._views[chunk] = stored, chunk.values_in(stored)
         return known[1]
 
-    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+    def verified(self, chunk: Chunk, values: torch.Tensor) -> torch.Tensor | None:
+        return values.view(torch.uint8) if chunk not in self._views and self._parameter_store.verifies(chunk) else None
+
+    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece], sums: torch.Tensor | None = None) -> Pending:
         if chunk not in self._views:
-            self._ahead.release(after=self._parameter_store.write(chunk, values.view(torch.uint8)))
+            self._ahead.release(after=self._parameter_store.write(chunk, values.view(torch.uint8), sums))
         return _OVER
 
     def close(self) -> None:
@@ -218,7 +228,7 @@ class ValuesCopiedIn(ValueAccess):
     def _bring(self, chunk: Chunk, into: torch.Tensor) -> Pending:
         return self._accelerator.copy_out_beside_compute(into, self._home(chunk).view(torch.uint8))
 
-    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece], sums: torch.Tensor | None = None) -> Pending:
         last = _copied(self._accelerator.copy_in, self._home(chunk), values, chunk, pieces)
         self._ahead.release(after=last)
         return last
@@ -258,7 +268,7 @@ class ValuesCopiedOut(ValueAccess):
         lease.release(after=copied)
         self._accelerator.join(copied)
 
-    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece], sums: torch.Tensor | None = None) -> Pending:
         self._parameter_store.settle_copies(chunk)
         stored = self._parameter_store.view(chunk)
         if stored is not None:
@@ -284,7 +294,7 @@ class ValuesInUnit(ValuesInPlace):
     """The kernel runs on the device, and the unit is resident there, whatever its route says: the values stay where the next
     forward finds them. Their home, if it is elsewhere, is behind until somebody asks for them."""
 
-    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece]) -> Pending:
+    def commit(self, chunk: Chunk, values: torch.Tensor, pieces: list[Piece], sums: torch.Tensor | None = None) -> Pending:
         chunk.parameters.behind = chunk.route.has_store
         return _OVER
 
