@@ -25,17 +25,15 @@ from offload.planning.traffic import fetch_counts, spilled_by
 
 
 def step_seconds(problem: Problem, placement: Placement, found: Cost) -> float:
-    """With what the model computes in each part, where that is known. What moves after the first forward is hidden by the units
-    that it is of, and by others as far as there is room for gradients that leave late: nothing more of it begins while they
-    compute."""
+    """With what the model computes in each part, as far as that is known. What moves after the first forward is hidden by the
+    units that it is of, and by others as far as there is room for gradients that leave late: nothing more of it begins while
+    they compute."""
     tokens, rates, micro_batches = problem.config.tokens, problem.rates, problem.micro_batches
     forward, between, backward, leaving = 0.0, _Computing(), _Computing(), 0
     for unit, route, fetches in zip(
         problem.footprint.units, placement.routes, fetch_counts(problem, placement, micro_batches), strict=True
     ):
         once, back = computing_seconds(tokens, rates, unit.numel, unit.trained_share)
-        if not tokens and unit.numel:
-            once, back = rates.launch_seconds, 2 * rates.launch_seconds
         gives = bool(unit.trained) and route.gradients_in is not Memory.DEVICE
         forward += once
         between.add((micro_batches - 1) * (once + back), moves=gives or fetches[1] > 0)
@@ -50,8 +48,10 @@ def step_seconds(problem: Problem, placement: Placement, found: Cost) -> float:
 
 
 def computing_seconds(tokens: int, rates: Rates, numel: int, trained_share: float) -> tuple[float, float]:
-    """Of a forward and of a backward on so many tokens: for each of them two operations of a parameter in forward, as many in
-    backward, and as many again for its gradient."""
+    """Of a unit's forward and of its backward. On so many tokens: for each of them two operations of a parameter in forward, as
+    many in backward, and as many again for its gradient. 0 tokens, which nobody knows: what launching its operations takes."""
+    if not tokens:
+        return (rates.launch_seconds, 2 * rates.launch_seconds) if numel else (0.0, 0.0)
     forward = 2 * tokens / rates.flops * numel
     return forward, forward * (1 + trained_share)
 
