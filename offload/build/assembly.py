@@ -339,7 +339,7 @@ def lay_out(config: Config, known: Known, chunk_numels: Sequence[int] = ()) -> t
                 continue
             found.append((layout, placement))
             weights.append(decision.weight(placement))
-            if not crowded or not decision.chooses:
+            if not crowded or not decision.problem.chooses:
                 break
         if found:
             return found[quickest(weights)[0]]  # the largest: a chunk costs more than the few bytes that smaller ones save

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from offload.config import Config
 from offload.device.accelerator import Accelerator
@@ -87,25 +86,14 @@ class Decision:
 
         `within_room`: also where "auto" finds none that fits into the memory that is free now."""
         problem, config = self.problem, self.problem.config
-        weighed: _Weighed
         if config.parameters != "auto" and not problem.can_hold(config.parameters):
             raise ConfigError(
                 f"parameters={config.parameters!r} contradicts stage={config.stage} on {problem.sharing.world_size} ranks: "
                 "below stage 3 every rank keeps the whole parameters on its device. Choose stage=3, or parameters='device'."
             )
-        if config.parameters != "auto" and config.optimizer_states != "auto":
-            smallest = _least(problem, problem, config.parameters, config.optimizer_states)
-            _require_fit(problem, smallest)
-            grown = _grown(problem, smallest, problem)
-            placement, weighed = _moving_least(problem, grown), ()
-            others = _of_less_device_memory(problem, problem, placement)
-            placement = _moving_least(problem, [placement, *others])
-        else:
-            guessed = _with_guessed_budgets(problem)
-            smallest, placement, weighed = _auto(problem, guessed)
-            if within_room:
-                _require_fit(guessed, smallest)
-            _require_fit(problem, smallest)
+        guessed = _with_guessed_budgets(problem) if problem.chooses else problem
+        smallest, placement, weighed = _best(problem, guessed)
+        _require_fit(guessed if within_room else problem, smallest)
         excess = problem.excess(placement, with_sums=True)
         verdict = Verdict(cost(problem, placement), problem.rates, weighed, has_room=excess is None, free=problem.free)
         placement = replace(placement, verdict=verdict)
@@ -118,11 +106,6 @@ class Decision:
     def weight(self, placement: Placement) -> Weight:
         """By which placements are compared, also of different layouts."""
         return weigh(self.problem, placement)
-
-    @property
-    def chooses(self) -> bool:
-        """Whether tiers are left to it."""
-        return "auto" in (self.problem.config.parameters, self.problem.config.optimizer_states)
 
     def buffers_crowd(self, placement: Placement) -> bool:
         """Whether buffers that hold a chunk take so much of the budget that smaller ones leave more for the model's states."""
@@ -198,14 +181,10 @@ def _without_vain_room(problem: Problem, placement: Placement) -> Placement:
     return min(placement, without, key=lambda one: step_seconds(problem, one, cost(problem, one)))
 
 
-def _moving_least(problem: Problem, placements: Sequence[Placement]) -> Placement:
-    return min(placements, key=partial(moved, problem)) if len(placements) > 1 else placements[0]
-
-
 def _of_less_device_memory(problem: Problem, guessed: Problem, placement: Placement) -> list[Placement]:
-    """What a little less of the device's memory would be spent on with the same tiers. Units are spent on as wholes, in some
-    order: with more memory another unit may fit first that leaves less to the rest, and what was found with less is still
-    possible. A search of all that is possible would find it too, and take many times as long.
+    """What a little less of the device's memory would be spent on with the same tiers, if this placement moves anything. Units
+    are spent on as wholes, in some order: with more memory another unit may fit first that leaves less to the rest, and what
+    was found with less is still possible. A search of all that is possible would find it too, and take many times as long.
 
     The budgets are those of a fixed scale, so that budgets close to each other look at the same ones."""
     budget = problem.budget("device")
@@ -247,11 +226,11 @@ _Weighed = tuple[tuple[Tier, Tier, float], ...]
 """As `Verdict` has it."""
 
 
-def _auto(problem: Problem, guessed: Problem) -> tuple[Placement, Placement, _Weighed]:
-    """The least that the chosen tiers take, what the budgets make of it, and what was weighed.
+def _best(problem: Problem, guessed: Problem) -> tuple[Placement, Placement, _Weighed]:
+    """The least that the best tiers take, what the budgets make of it, and what was weighed, where there was a choice.
 
-    The tiers take what there is for all else: where no budget is given, what is free now, and so `guessed` decides whether
-    they are possible. Where none is, the one that needs least of what the last lacks."""
+    Tiers that are chosen take what there is for all else: where no budget is given, what is free now, and so `guessed` decides
+    whether they are possible. Where none is, the one that needs least of what the last lacks."""
     weighed: list[tuple[Placement, Placement]] = []
     refused: list[tuple[Placement, Tier, int]] = []
     for parameters, states in _pairings(problem):
@@ -276,7 +255,7 @@ def _auto(problem: Problem, guessed: Problem) -> tuple[Placement, Placement, _We
     pairs = dict[tuple[Tier, Tier], float]()
     for (_, grown), weight in listed:
         pairs.setdefault((grown.parameters, grown.optimizer_states), weight.seconds)
-    seconds = tuple((*pair, least_seconds) for pair, least_seconds in pairs.items())
+    seconds = tuple((*pair, least_seconds) for pair, least_seconds in pairs.items()) if problem.chooses else ()
     return *weighed[lightest(problem, weights)], seconds
 
 

@@ -161,6 +161,11 @@ class Problem:
     """What `place` has answered: searches come back to the same choices, two in five of them."""
 
     @property
+    def chooses(self) -> bool:
+        """Whether tiers are left to the planner."""
+        return "auto" in (self.config.parameters, self.config.optimizer_states)
+
+    @property
     def rates(self) -> Rates:
         """Of the machine, as far as they are known."""
         return self.accelerator.rates()

@@ -42,7 +42,9 @@ def quickest(weights: Sequence[Weight], about: float = ABOUT_AS_LONG) -> list[in
 
 def lightest(problem: Problem, weights: Sequence[Weight]) -> int:
     """The index of the best: of those that move the fewest bytes over NVMe, among the `quickest`, the one that moves least of
-    the `quickest`; of equals the first."""
+    the `quickest`; of equals the first. Where tiers are named bytes alone decide, so that more memory never moves more."""
+    if not problem.chooses:
+        return min(range(len(weights)), key=lambda index: weights[index].moved)
     is_known = problem.config.tokens or problem.accelerator.unified
     near = quickest(weights, ABOUT_AS_LONG if is_known else ABOUT_AS_LONG_BESIDE_THE_UNKNOWN)
     over_nvme = min(weights[index].moved[0] for index in near)
