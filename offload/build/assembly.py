@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,12 +39,12 @@ from offload.model.description import (
 )
 from offload.model.flat import ParameterInfo
 from offload.model.optimizer_kinds import InitialState, check_optimizer, initial_state, moments_of
-from offload.model.partition import ModuleUnit, fold_for_ranks, join_neighbours, partition, uses_of
+from offload.model.partition import MayHold, ModuleUnit, fold_for_ranks, join_neighbours, partition, uses_of
 from offload.model.quantized import PackedWeights
 from offload.model.weights import WeightSource
 from offload.planning.deciding import Decision
 from offload.planning.free_memory import FreeMemory
-from offload.planning.placement import ALONE, Placement, RankGroup
+from offload.planning.placement import ALONE, Placement, RankGroup, states_nbytes
 from offload.planning.placement_summary import summary_of
 from offload.planning.use_trace import Expected
 from offload.planning.weighing import Weight, quickest
@@ -53,9 +54,9 @@ from offload.step.components import Closable, Components, give_back
 from offload.step.gradients.reduction import AVERAGE_VARIABLE, average_dtype
 
 _log = logging.getLogger(__name__)
-_NBYTES_OF_JOINED = 16 * 16
-"""Bytes of `device_memory` for each element of blocks that are joined: with all 16 of its states they take a sixteenth of it.
-What is granted is spent on whole units."""
+_JOINED_SHARE = 1 / 16
+"""Of each budget: joined blocks take no more, with all their states. Device memory is spent on whole units; of host memory
+buffers take several times as much as the largest chunk, and what the CPU computes with is kept by whole units."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LEAST_UNIT_NUMEL = 64 * 1024
@@ -117,14 +118,15 @@ class Described:
         packed.complete(module_units)
         if rank_count > 1:
             module_units = fold_for_ranks(module_units, LEAST_UNIT_NUMEL)
-        elif joins:
-            granted = config.device_memory
-            module_units = join_neighbours(module_units, None if granted is None else int(granted) // _NBYTES_OF_JOINED)
         dtype = DTYPES[config.dtype] if config.dtype is not None else None
         infos = describe_parameters(model, module_units, packed, optimizer, dtype)
         if not infos:
             raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing that the engine could hold.")
         check_state_format(config, infos)
+        if joins and rank_count == 1:
+            module_units = join_neighbours(module_units, _within_share(config, moments_of(optimizer), infos))
+            places = [(index, part) for index, unit in enumerate(module_units) for part in unit.part_indices]
+            infos = [replace(info, unit_index=unit, part_index=part) for info, (unit, part) in zip(infos, places, strict=True)]
         return Described(module_units, infos, packed)
 
     @property
@@ -136,6 +138,15 @@ class Described:
         """What it is laid out for."""
         specs = specs_of([unit.name for unit in self.module_units], self.infos)
         return Known(accelerator, specs, Expected.of(0, uses_of(self.module_units)), moments, sharing)
+
+
+def _within_share(config: Config, moments: tuple[str, ...], infos: Sequence[ParameterInfo]) -> MayHold:
+    """By what the states of these parameters take of what is granted."""
+    granted = [int(nbytes) for nbytes in (config.device_memory, config.cpu_memory) if nbytes is not None]
+    most = min(granted, default=math.inf) * _JOINED_SHARE
+    specs = zip(infos, parameter_specs(infos), strict=True)
+    nbytes = {id(info.parameter): states_nbytes(config, moments, spec) for info, spec in specs}
+    return lambda parameters: sum(nbytes[id(one)] for one in parameters) <= most
 
 
 class Assembly:

@@ -35,6 +35,8 @@ JOINED_NUMEL = 1 << 20
 """Elements: what the host does for a unit takes as long as a drive needs for some of 4 MiB, however small the unit is."""
 _MARK = "_offload_unit"
 _LISTS = (nn.ModuleList, nn.Sequential)
+MayHold = Callable[[Iterable[nn.Parameter]], bool]
+"""Whether these may be one unit."""
 
 
 def unit(module: nn.Module) -> nn.Module:
@@ -226,14 +228,13 @@ def _join_sharing(chosen: dict[int, ModuleUnit], leaves: Iterable[nn.Module]) ->
                 first.update({key: unit for key, value in first.items() if value is other})
 
 
-def join_neighbours(units: list[ModuleUnit], most_numel: int | None = None) -> list[ModuleUnit]:
-    """The same parameters in fewer units: small blocks that follow each other in one list are one, of `JOINED_NUMEL` elements
-    at most, or of `most_numel` where that is less."""
-    limit = JOINED_NUMEL if most_numel is None else min(JOINED_NUMEL, most_numel)
+def join_neighbours(units: list[ModuleUnit], may_hold: MayHold = lambda _: True) -> list[ModuleUnit]:
+    """The same parameters in fewer units, in the same order: small blocks that follow each other in one list are one, of
+    `JOINED_NUMEL` elements at most."""
     root, joined = units[0], list[ModuleUnit]()
     for unit in units[1:]:
         before = joined[-1] if joined else root
-        if before is not root and _may_join(before, unit, limit):
+        if before is not root and _may_join(before, unit, may_hold):
             first = before.name.rpartition("-")[0] if len(before.modules) > 1 else before.name
             joined[-1] = ModuleUnit(
                 f"{first}-{unit.name.rpartition('.')[2]}",
@@ -246,13 +247,15 @@ def join_neighbours(units: list[ModuleUnit], most_numel: int | None = None) -> l
     return [root, *joined]
 
 
-def _may_join(before: ModuleUnit, unit: ModuleUnit, limit: int) -> bool:
+def _may_join(before: ModuleUnit, unit: ModuleUnit, may_hold: MayHold) -> bool:
     (holder, _, _), (other, _, index) = before.name.rpartition("."), unit.name.rpartition(".")
     may_not = (is_lookup(block) for block in (*before.modules, *unit.modules))
     is_next = holder == other and index.isdigit() and before.name.rpartition("-")[2].rpartition(".")[2].isdigit()
-    fits = before.numel + unit.numel <= limit
+    is_small = before.numel + unit.numel <= JOINED_NUMEL
     are_apart = before.marked or unit.marked or before.shares_parameters or unit.shares_parameters
-    return is_next and fits and not are_apart and not any(may_not)
+    if not is_next or not is_small or are_apart or any(may_not):
+        return False
+    return may_hold(parameter for _, parameter in (*before.parameters, *unit.parameters))
 
 
 def uses_of(units: list[ModuleUnit]) -> list[Use]:

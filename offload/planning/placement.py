@@ -14,8 +14,9 @@ from offload.device.accelerator import Accelerator
 from offload.device.arithmetic.records import RecordFormat
 from offload.device.arithmetic.segment import StateFormat
 from offload.device.rates import Rates
+from offload.layout import ParameterSpec
 from offload.planning import purposes
-from offload.planning.budget import MemoryLine, MemoryPlan, Tier
+from offload.planning.budget import MASTER_ITEMSIZE, MemoryLine, MemoryPlan, Tier
 from offload.planning.free_memory import FreeMemory
 from offload.planning.link_seconds import Cost
 from offload.planning.purposes import StateNames
@@ -234,6 +235,15 @@ def format_of(config: Config, moments: tuple[str, ...], dtype: str, crosses: boo
     """What the records of trained parameters of `dtype` consist of. fp32 ones hold no master where the kernel that updates them
     computes where they lie (`Route.crosses`)."""
     return RecordFormat(StateFormat(config.state_format), moments, own_master=dtype != "float32" or crosses)
+
+
+def states_nbytes(config: Config, moments: tuple[str, ...], parameter: ParameterSpec) -> int:
+    """Of one parameter that is updated where it lies: its values, and if it is trained its gradient and its record."""
+    values = parameter.numel * parameter.itemsize
+    if not parameter.trainable:
+        return values
+    gradient = parameter.numel * MASTER_ITEMSIZE if config.keeps_wide_gradients else values
+    return values + gradient + format_of(config, moments, parameter.dtype, crosses=False).nbytes(parameter.numel)
 
 
 def place(problem: Problem, choice: Choice) -> Placement:
