@@ -317,8 +317,8 @@ def specs_of(unit_names: Sequence[str], infos: Sequence[ParameterInfo]) -> list[
 
 def lay_out(config: Config, known: Known, chunk_numels: Sequence[int] = ()) -> tuple[Layout, Placement]:
     """The layout with the largest chunks with which the placement fits the budgets, and where it is for the engine to choose
-    the memory that is free, if any does; there smaller chunks are weighed where large ones take a part of the budget, and are
-    taken where the step is shorter with them.
+    the memory that is free, if any does; where buffers for large ones take a part of the budget smaller chunks are weighed, and
+    are taken where the step is shorter with them.
 
     Raises `BudgetError` if none fits the budgets. `chunk_numels`: what to try instead of the usual.
     """
@@ -350,7 +350,7 @@ def lay_out(config: Config, known: Known, chunk_numels: Sequence[int] = ()) -> t
                 continue
             found.append((layout, placement))
             weights.append(decision.weight(placement))
-            if not crowded or not decision.problem.chooses:
+            if not crowded:
                 break
         if found:
             return found[quickest(weights)[0]]  # the largest: a chunk costs more than the few bytes that smaller ones save
