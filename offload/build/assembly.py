@@ -340,6 +340,8 @@ def lay_out(config: Config, known: Known, chunk_numels: Sequence[int] = ()) -> t
     for within_room in (True, False):
         for chunk_numel in chunk_numels or (*large, *CHUNK_NUMELS):
             layout, decision = cut(chunk_numel)
+            if chunk_numel in large and decision.always_crowds:
+                continue
             try:
                 placement = decision.decide(within_room=within_room)
             except BudgetError as error:

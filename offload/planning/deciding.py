@@ -103,6 +103,18 @@ class Decision:
         missing = needed - (problem.budget(tier) or 0)
         return replace(placement, sums_missing_nbytes=missing, sums_missing_in=problem.bounding_field(tier))
 
+    @property
+    def always_crowds(self) -> bool:
+        """Whether buffers crowd the least of all tiers that "auto" may take, so that nobody need search what budgets make of
+        them: where all states find room nearer, so that no buffers remain, nearer tiers are possible, too."""
+        problem = self.problem
+        if not problem.chooses:
+            return False
+        guessed = _with_guessed_budgets(problem)
+        least = [_least(problem, guessed, *pair) for pair in _pairings(problem)]
+        possible = [one for one in least if guessed.excess(one) is None]
+        return bool(possible) and all(map(self.buffers_crowd, possible))
+
     def weight(self, placement: Placement) -> Weight:
         """By which placements are compared, also of different layouts."""
         return weigh(self.problem, placement)

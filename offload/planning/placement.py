@@ -272,7 +272,7 @@ def _place(problem: Problem, choice: Choice) -> Placement:
     lines.append(MemoryLine(device, "gradients before their reduction", footprint.unreduced_gradients))
     lines.append(MemoryLine("cpu", "gradients from other ranks", footprint.exchange))
     lines += _state_lines(purposes.GRADIENTS, choice.gradients, nbytes, device)
-    sums = _sum_lines(footprint.units, choice, routes)
+    sums = _sum_lines(kinds, choice)
     if problem.speculates(choice.states):
         through = [MemoryLine(tier, purpose, count * nbytes) for (tier, purpose), (count, nbytes) in buffers.items()]
         undoable = Undoable.of(problem, routes, MemoryPlan((*lines, *sums, *through)), in_memory=choice.undoes_in_memory)
@@ -320,11 +320,11 @@ def _state_lines(names: StateNames, furthest: Tier, nbytes: Counter[tuple[StateN
     return found + [MemoryLine(tier, names.of(tier, furthest), nbytes[names, tier]) for tier in nearer if tier != furthest]
 
 
-def _sum_lines(units: Sequence[UnitSizes], choice: Choice, routes: Sequence[Route]) -> list[MemoryLine]:
-    """What fp32 sums of gradients over micro-batches take besides."""
+def _sum_lines(kinds: Sequence[tuple[UnitSizes, Route, int]], choice: Choice) -> list[MemoryLine]:
+    """What fp32 sums of gradients over micro-batches take besides. `kinds`: as of `alike`."""
     sums = Counter[Tier]()
-    for unit, route in zip(units, routes, strict=True):
-        sums[route.gradients] += unit.sums
+    for unit, route, times in kinds:
+        sums[route.gradients] += times * unit.sums
     tiers: tuple[Tier, ...] = (choice.gradients, "device")
     return [MemoryLine(tier, purposes.ACCUMULATED, sums[tier]) for tier in dict.fromkeys(tiers) if sums[tier]]
 

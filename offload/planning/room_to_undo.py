@@ -38,19 +38,24 @@ class Undoable:
         """Units of which an update overwrites nothing that could not be had again, as many as there is room for besides what
         must be there; of the last first, which backward reaches first."""
         left, taken, keeps_values = _room(problem, others), Counter[Tier](), dict[int, bool]()
-        sizes: dict[tuple[int, int], Counter[Tier] | None] = {}
+        sizes: dict[tuple[int, int], tuple[tuple[Tier, int], ...] | None] = {}
         """By kind and route; None of those that cannot be undone."""
-        footprint = problem.footprint
+        footprint, late_units = problem.footprint, problem.expected.late_units
         for unit, kind, route in zip(reversed(footprint.units), reversed(footprint.kinds), reversed(routes), strict=True):
             told = kind, id(route)
             if told not in sizes:
-                sizes[told] = _undo_nbytes(unit, route) if _can_undo(unit, route) else None
+                nbytes = tuple(_undo_nbytes(unit, route).items()) if _can_undo(unit, route) else None
+                sizes[told] = nbytes if in_memory or nbytes is None or all(tier != "cpu" for tier, _ in nbytes) else None
             nbytes = sizes[told]
-            if nbytes is None or unit.index in problem.expected.late_units:
+            if nbytes is None or unit.index in late_units:
                 continue
-            if all(taken[tier] + count <= left[tier] and (in_memory or tier != "cpu") for tier, count in nbytes.items()):
+            for tier, count in nbytes:
+                if taken[tier] + count > left[tier]:
+                    break
+            else:
                 keeps_values[unit.index] = any(unit.records(route.crosses).read)
-                taken.update(nbytes)
+                for tier, count in nbytes:
+                    taken[tier] += count
         return Undoable(keeps_values, taken)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 from offload.planning.placement import Placement, Problem, place
 from offload.planning.purposes import OPTIMIZER_STATES, PARAMETERS, StateNames
@@ -109,13 +110,13 @@ class SpareHostMemory:
         on_nvme = [unit for unit in self.problem.footprint.units if routes[unit.index].records == "nvme"]
         records = [unit.records(routes[unit.index].crosses).chunks for unit in on_nvme]
         order = kept_first(on_nvme, unified=self.problem.accelerator.unified)
-        sizes = [records[position][index] for position, index in order]
+        first = [0, *accumulate(records[position][index] for position, index in order)]
 
         def keep(count: int) -> Placement:
-            kept = replace(choice.kept, record_count=count, record_nbytes=sum(sizes[:count]))
+            kept = replace(choice.kept, record_count=count, record_nbytes=first[count])
             return place(self.problem, replace(choice, kept=kept))
 
-        return self._most(len(sizes), keep)
+        return self._most(len(order), keep)
 
     def _keep_gradients(self, placement: Placement) -> Placement:
         if placement.gradients != "nvme":
