@@ -133,6 +133,7 @@ def test_auto_takes_no_longer_than_any_fixed_placement(
         one, another = auto.weight(chosen), fixed.weight(other)
         assert one.seconds <= about * another.seconds, pair
         assert one.moved[0] <= another.moved[0] or another.seconds > about * one.seconds, pair
+        assert one.moved <= another.moved or another.moved[0] > one.moved[0] or another.seconds > one.seconds, pair
 
 
 @pytest.mark.parametrize("pair", [("cpu", "nvme"), ("device", "nvme")])
