@@ -19,11 +19,25 @@ PLACES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Crew]:
-    crew = Crew(2, tmp_path, jobs="tests.device.rank_jobs")
-    yield crew
-    crew.close()
+class Pair:
+    """Two ranks, and what they give in device memory on the cpu accelerator."""
+
+    def __init__(self, folder: Path) -> None:
+        self.crew = Crew(2, folder, jobs="tests.device.rank_jobs")
+        self._in_memory: dict[tuple[float | None, bool], list[Any]] = {}
+
+    def in_memory(self, norm: float | None, uneven: bool) -> list[Any]:
+        if (norm, uneven) not in self._in_memory:
+            config = {"parameters": "device", "optimizer_states": "device", "max_grad_norm": norm}
+            self._in_memory[norm, uneven] = self.crew.do("train", config=config, played=False, uneven=uneven)
+        return self._in_memory[norm, uneven]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pair = Pair(tmp_path_factory.mktemp("pair"))
+    yield pair
+    pair.crew.close()
 
 
 def named(places: list[dict[str, Any]]) -> Any:
@@ -32,16 +46,15 @@ def named(places: list[dict[str, Any]]) -> Any:
 
 @pytest.mark.parametrize("norm", [0.5, None], ids=["clipped", "unclipped"])
 @named(PLACES)
-def test_no_race(pair: Crew, place: dict[str, Any], norm: float | None) -> None:
+def test_no_race(pair: Pair, place: dict[str, Any], norm: float | None) -> None:
     _train(pair, place, norm, uneven=False)
 
 
 @named([place for place in PLACES if place["parameters"] == place["optimizer_states"]])
-def test_no_race_where_a_rank_has_no_gradients(pair: Crew, place: dict[str, Any]) -> None:
+def test_no_race_where_a_rank_has_no_gradients(pair: Pair, place: dict[str, Any]) -> None:
     _train(pair, place, None, uneven=True)
 
 
-def _train(pair: Crew, place: dict[str, Any], norm: float | None, *, uneven: bool) -> None:
-    in_memory = {"parameters": "device", "optimizer_states": "device", "max_grad_norm": norm}
-    expected = pair.do("train", config=in_memory, played=False, uneven=uneven)
-    assert pair.do("train", config=place | {"max_grad_norm": norm}, played=True, uneven=uneven) == expected
+def _train(pair: Pair, place: dict[str, Any], norm: float | None, *, uneven: bool) -> None:
+    found = pair.crew.do("train", config=place | {"max_grad_norm": norm}, played=True, uneven=uneven)
+    assert found == pair.in_memory(norm, uneven)
