@@ -5,6 +5,8 @@ to where they stay on it: to the bits that they have one at a time, and that tra
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,30 +156,40 @@ def dropped(engine: Any) -> None:
 LOOPS = (one_each, several_each, accumulating, cut_short, dropped)
 
 
+@lru_cache
+def in_memory(loop: Callable[[Any], None], recomputes: bool | None = None, **fields: Any) -> dict[str, torch.Tensor]:
+    """The weights after it there, where it matters to nobody how many gradients wait."""
+    torch.manual_seed(3)
+    model = Twice(recomputes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OFFLOAD_ACCELERATOR", "cpu")
+        with offload.initialize(model, adamw(model), offload.Config(**IN_MEMORY.fields(Path("."), **fields))) as engine:
+            loop(engine)
+            return {name: value.clone() for name, value in engine.state_dict().items()}
+
+
 # A loop decides how many gradients wait for each other, a place where they go to, a dtype how long they are.
 @pytest.mark.parametrize(("setup", "loop", "dtype"), in_pairs(SETUPS, LOOPS, ("fp32", "bf16")))
 def test_they_have_the_bits_of_training_in_memory(
     opened: Any, packed: list[int], setup: Setup, loop: Callable[[Any], None], dtype: str
 ) -> None:
-    weights = []
-    for where in (IN_MEMORY, setup):
-        engine = built(opened, where, dtype=dtype)
-        loop(engine)
-        weights.append(engine.state_dict())
+    expected = in_memory(loop, dtype=dtype)
+    packed.clear()
+    engine = built(opened, setup, dtype=dtype)
+    loop(engine)
     assert max(packed) >= 4 or loop is accumulating, "they came one at a time"  # as they do for sums
-    assert_same_bits(weights[1], weights[0])
+    assert_same_bits(engine.state_dict(), expected)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @beside_a_device
 def test_so_have_those_of_recomputed_blocks(opened: Any, packed: list[int], setup: Setup, reentrant: bool) -> None:
-    weights = []
-    for where in (IN_MEMORY, setup):
-        engine = built(opened, where, reentrant)
-        several_each(engine)
-        weights.append(engine.state_dict())
+    expected = in_memory(several_each, reentrant)
+    packed.clear()
+    engine = built(opened, setup, reentrant)
+    several_each(engine)
     assert max(packed) >= 4
-    assert_same_bits(weights[1], weights[0])
+    assert_same_bits(engine.state_dict(), expected)
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
@@ -185,13 +197,11 @@ def test_so_have_those_of_recomputed_blocks(opened: Any, packed: list[int], setu
 def test_updates_that_began_with_them_are_undone(
     opened: Any, setup: Setup, loop: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    expected = in_memory(loop, update="step", max_grad_norm=1.0)
     at_once(monkeypatch)
-    weights = []
-    for where in (IN_MEMORY, setup):
-        engine = built(opened, where, update="auto" if where is setup else "step", max_grad_norm=1.0)
-        loop(engine)
-        weights.append(engine.state_dict())
-    assert_same_bits(weights[1], weights[0])
+    engine = built(opened, setup, update="auto", max_grad_norm=1.0)
+    loop(engine)
+    assert_same_bits(engine.state_dict(), expected)
 
 
 # What stays on the device may do so in a chunk of its own; on the way from it that leaves by itself.
@@ -207,14 +217,13 @@ def test_no_more_waits_than_is_worth_a_word(
     opened: Any, packed: list[int], setup: Setup, monkeypatch: pytest.MonkeyPatch, most_nbytes: int, at_once: int
 ) -> None:
     """Of units with more the small ones wait, and each of the others leaves by itself, to the same bits."""
+    expected = in_memory(several_each)
+    packed.clear()
     small(monkeypatch, gradients_together_nbytes=most_nbytes)
-    weights = []
-    for where in (IN_MEMORY, setup):
-        engine = built(opened, where)
-        several_each(engine)
-        weights.append(engine.state_dict())
+    engine = built(opened, setup)
+    several_each(engine)
     assert max(packed) == at_once
-    assert_same_bits(weights[1], weights[0])
+    assert_same_bits(engine.state_dict(), expected)
 
 
 @pytest.mark.parametrize("setup", (ON_NVME, ON_NVME_IN_PLACE), ids=lambda setup: setup.name)

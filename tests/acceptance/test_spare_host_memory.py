@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -51,19 +52,18 @@ def all_nbytes(placement: Placement) -> int:
     return sum(line.nbytes for line in lines if line.purpose != "room to undo updates")
 
 
-def limits(setup: Setup, nvme: Path, **fields: Any) -> tuple[int, int]:
+@lru_cache
+def limits(setup: Setup, **fields: Any) -> tuple[int, int]:
     """The smallest cpu_memory, and what keeping everything in memory takes."""
-
-    def outline(cpu_memory: int) -> Outline:
-        model = llama(LAYERS)
-        config = offload.Config(**setup.fields(nvme, cpu_memory=cpu_memory, **fields))
-        return Outline(model, two_groups(model), config)
-
-    with outline(ALL) as generous:
-        placement = generous.placement()
-        everything = all_nbytes(placement)
-        assert not placement.uses_nvme
-        smallest = generous.smallest_nbytes(placement, "cpu_memory")
+    model = llama(LAYERS)
+    config = offload.Config(**setup.fields(Path(gettempdir()), cpu_memory=ALL, **fields))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
+        with Outline(model, two_groups(model), config) as generous:
+            placement = generous.placement()
+            everything = all_nbytes(placement)
+            assert not placement.uses_nvme
+            smallest = generous.smallest_nbytes(placement, "cpu_memory")
     assert smallest is not None and smallest < 0.75 * everything
     return smallest, everything
 
@@ -74,11 +74,8 @@ def limits(setup: Setup, nvme: Path, **fields: Any) -> tuple[int, int]:
     [Setup("nvme", "nvme", "cpu"), Setup("nvme", "nvme", "deferred"), Setup("cpu", "nvme", "deferred", "backward")],
     ids=lambda setup: setup.name,
 )
-def test_no_budget_changes_a_bit(
-    opened: Any, nvme: Path, monkeypatch: pytest.MonkeyPatch, setup: Setup, dtype: str, share: float
-) -> None:
-    monkeypatch.setenv("OFFLOAD_ACCELERATOR", setup.accelerator)
-    smallest, everything = limits(setup, nvme, dtype=dtype)
+def test_no_budget_changes_a_bit(opened: Any, setup: Setup, dtype: str, share: float) -> None:
+    smallest, everything = limits(setup, dtype=dtype)
     budget = smallest + int(share * (everything - smallest))
     model = llama(LAYERS)
     engine = opened(model, two_groups(model), setup, dtype=dtype, max_grad_norm=CLIP, cpu_memory=budget)
