@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 from pathlib import Path
@@ -21,6 +22,20 @@ def _is_in(frame: Any, *names: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _is_finalizing(frame: Any) -> bool:
+    """Asked of each frame before its lines are seen: one whose lines are says the same of what called it."""
+    while frame is not None and frame.f_trace is None:
+        if frame.f_code.co_name in _FINALIZING:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@functools.cache
+def _begins_a_with_block(file: str, line: int) -> bool:
+    return linecache.getline(file, line).lstrip().startswith("with ")
 
 
 class Interrupting:
@@ -43,16 +58,12 @@ class Interrupting:
 
     def _called(self, frame: Any, event: str, argument: Any) -> Any:
         # Python swallows what a finalizer raises, and when one runs is chance.
-        return self._line if frame.f_code.co_filename.startswith(PACKAGE) and not _is_in(frame, *_FINALIZING) else None
+        is_meant = self._within in (None, frame.f_code.co_name) and frame.f_code.co_filename.startswith(PACKAGE)
+        return self._line if is_meant and not _is_finalizing(frame) else None
 
     def _line(self, frame: Any, event: str, argument: Any) -> Any:
         # At the end of a with-block Python comes to its first line again, where no signal is ever handled.
-        is_meant = self._within in (None, frame.f_code.co_name)
-        if (
-            event == "line"
-            and is_meant
-            and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
-        ):
+        if event == "line" and not _begins_a_with_block(frame.f_code.co_filename, frame.f_lineno):
             self.line_count += 1
             if self.line_count == self._at:
                 sys.setprofile(self._undoing if self._undoing_left else None)  # what raises here ends the tracing
