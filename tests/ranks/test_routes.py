@@ -95,11 +95,10 @@ def test_collectives_of_the_loops_own(fresh: type[Crew], tmp_path: Path, set_to_
 
 
 @pytest.mark.parametrize("what", ["lr", "weight_decay", "clip", "clip by torch", "loss_scale"])
-def test_numbers_that_differ_are_no_step(fresh: type[Crew], what: str) -> None:
+def test_numbers_that_differ_are_no_step(pair: Crew, what: str) -> None:
     """Whole copies would go apart in silence, and of a model in shards each would have a step of its own."""
-    crew = fresh(2)
     for case in STAGES[:4]:
-        for kind, message in crew.errors("numbers_apart", fields=case, what=what):
+        for kind, message in pair.errors("numbers_apart", fields=case, what=what):
             assert kind == "RankError" and "optimizer.step() with different numbers in param_groups" in message, message
 
 
