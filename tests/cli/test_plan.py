@@ -114,10 +114,10 @@ def test_the_traffic_of_a_step(
 
 
 def test_the_command_builds_nothing_and_prints_the_plan(nvme: Path) -> None:
-    shape = ("--hidden", 2048, "--layers", 18, "--vocabulary", 32000, "--dtype", "bf16")  # a billion parameters
+    shape = ("--hidden", 4096, "--layers", 4, "--vocabulary", 32000, "--dtype", "bf16")  # a billion parameters
     done = run("plan", *shape, "--parameters", "nvme", "--optimizer-states", "nvme", "--nvme", nvme, "--accumulate", 2)
     assert done.code == 0, done.err
-    numel = 2 * 32000 * 2048 + 18 * (4 * 2048**2 + 3 * 2048 * 5632 + 2 * 2048) + 2048
+    numel = 2 * 32000 * 4096 + 4 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 4096
     assert f"{numel / 1e9:.1f} G parameters" in done.out
     on_nvme = int(re.search(r"nvme +parameters +[0-9.]+ GiB +[0-9.]+ +(\d+)", done.out)[1])
     assert 2 * numel <= on_nvme < 2.01 * numel

@@ -141,7 +141,7 @@ def test_on_the_cores_nothing_is_copied_and_the_drive_moves_what_a_real_run_move
 @pytest.mark.parametrize("case", CASES)
 def test_of_many_micro_batches_a_few_tell_what_all_take(case: str, machine: Any, tmp_path: Path) -> None:
     """To the byte, and in time but for rounding."""
-    work = dataclasses.replace(WORK, micro_batches=24)
+    work = dataclasses.replace(WORK, micro_batches=12)
     few, few_steps = looked_at(work, machine, **CASES[case])
     every, steps = looked_at(work, machine, tmp_path / "trace.json", **CASES[case])
     assert len(few_steps[-1]) < len(steps[-1]) == work.micro_batches, "some are left out, unless all are asked for"
