@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sysconfig
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,7 @@ STEP_SETUPS = (IN_MEMORY, ON_CPU, ON_CPU_IN_PLACE, ON_NVME)
 ALL_SETUPS = (*STEP_SETUPS, ON_NVME_AT_STEP, ON_NVME_IN_BACKWARD)
 
 
+@cache
 def source_text(nbytes: int = 1 << 16) -> bytes:
     """Real text: the first bytes of the standard library's own sources."""
     parts, held = [], 0
