@@ -221,8 +221,9 @@ enum { OFFLOAD_EXACT_SUM_DIGITS = 70 };
  * lowest first. -EDOM: an element is infinite or NaN. Thread-safe; runs on the calling thread. */
 OFFLOAD_API int offload_exact_sum(const double* const* arrays, const int64_t* counts, int64_t array_count, uint32_t* digits);
 
-/* A 64-bit checksum of memory, for finding out that it changed: a change within one 8-byte word is always found, any other
- * with a chance of 1 - 2^-64. Its value is that of one build on one machine: not for files that outlive a process.
+/* A 64-bit checksum of memory, for finding out that it changed. A change is missed with a chance of about 2^-64; of 2^-32 where
+ * it leaves the sum of a lane as it was: two flips of one bit, opposite, in words that lie a multiple of 64 bytes apart. Its value
+ * is that of one build on one machine: not for files that outlive a process.
  * sums (may be NULL): of the memory's blocks, one for each OFFLOAD_CHECKSUM_BLOCK_NBYTES and one for what is left, as an update or
  * an ingest left them; 0: not known. Thread-safe; runs on the calling thread. */
 OFFLOAD_API int offload_checksum(const void* address, int64_t nbytes, const uint64_t* sums, uint64_t* out);
