@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "split_mix64.h"
 
 namespace offload {
 namespace {
@@ -26,16 +27,10 @@ uint64_t word_at(const uint8_t* bytes) {
     return word;
 }
 
-// SplitMix64 (Steele, Lea, Flood 2014).
 constexpr ChecksumKeys made_keys() {
     ChecksumKeys made{};
-    uint64_t state = 0;
-    for (uint64_t& key : made.keys) {
-        uint64_t z = state += kMultiplier;
-        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-        key = z ^ (z >> 31);
-    }
+    uint64_t index = 0;
+    for (uint64_t& key : made.keys) key = split_mix64(0, ++index);
     return made;
 }
 

@@ -27,21 +27,12 @@ void SummedMemories::expect(const void* begin, int64_t nbytes) {
     std::fill(expected.begin() + blocks.first, expected.begin() + blocks.last, true);
 }
 
-void SummedMemories::sum_before(const void* begin, int64_t nbytes) const {
+void SummedMemories::sum(Sums sums, const void* begin, int64_t nbytes) const {
     const Blocks blocks = blocks_in(begin, nbytes);
-    if (blocks.memory == nullptr || blocks.memory->before == nullptr) return;
-    for (int64_t block = blocks.first; block < blocks.last; ++block) blocks.memory->before[block] = sum_of(*blocks.memory, block);
+    uint64_t* const out = blocks.memory != nullptr ? blocks.memory->*sums : nullptr;
+    if (out == nullptr) return;
+    for (int64_t block = blocks.first; block < blocks.last; ++block) out[block] = sum_of(*blocks.memory, block);
 }
-
-void SummedMemories::sum_after(const void* begin, int64_t nbytes) const {
-    const Blocks blocks = blocks_in(begin, nbytes);
-    if (blocks.memory == nullptr || blocks.memory->after == nullptr) return;
-    for (int64_t block = blocks.first; block < blocks.last; ++block) blocks.memory->after[block] = sum_of(*blocks.memory, block);
-}
-
-void SummedMemories::sum_rest_before() const { sum_rest(&offload_summed_memory::before); }
-
-void SummedMemories::sum_rest_after() const { sum_rest(&offload_summed_memory::after); }
 
 // Nothing where no memory has these bytes.
 SummedMemories::Blocks SummedMemories::blocks_in(const void* begin, int64_t nbytes) const {
@@ -57,7 +48,7 @@ SummedMemories::Blocks SummedMemories::blocks_in(const void* begin, int64_t nbyt
     return {nullptr, 0, 0};
 }
 
-void SummedMemories::sum_rest(uint64_t* offload_summed_memory::* sums) const {
+void SummedMemories::sum_rest(Sums sums) const {
     for (size_t i = 0; i < expected_.size(); ++i) {
         uint64_t* const out = memories_[i].*sums;
         const int64_t count = checksum_block_count(memories_[i].nbytes);

@@ -11,20 +11,23 @@
 
 namespace offload {
 
+// Which of a memory's sums: of what an update finds in it, or of what it leaves.
+using Sums = uint64_t* offload_summed_memory::*;
+constexpr Sums kBefore = &offload_summed_memory::before;
+constexpr Sums kAfter = &offload_summed_memory::after;
+
 class SummedMemories {
   public:
     SummedMemories(const offload_summed_memory* memories, int64_t count);
 
-    // There is a call of `sum_before` and of `sum_after` for these bytes to come.
+    // There is a call of `sum` for either sums of these bytes to come.
     void expect(const void* begin, int64_t nbytes);
 
     // Of the blocks that lie wholly in these bytes. From any thread.
-    void sum_before(const void* begin, int64_t nbytes) const;
-    void sum_after(const void* begin, int64_t nbytes) const;
+    void sum(Sums sums, const void* begin, int64_t nbytes) const;
 
     // Of all others.
-    void sum_rest_before() const;
-    void sum_rest_after() const;
+    void sum_rest(Sums sums) const;
 
   private:
     struct Blocks {
@@ -33,7 +36,6 @@ class SummedMemories {
     };
 
     Blocks blocks_in(const void* begin, int64_t nbytes) const;
-    void sum_rest(uint64_t* offload_summed_memory::* sums) const;
 
     const offload_summed_memory* memories_;
     std::vector<std::vector<bool>> expected_; // of each memory, by block

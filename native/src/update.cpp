@@ -9,6 +9,7 @@
 
 #include "kernels.h"
 #include "offload.h"
+#include "split_mix64.h"
 #include "summed_memory.h"
 #include "threads.h"
 
@@ -50,13 +51,6 @@ bool is_valid(const offload_update_segment& s) {
     return s.first_index % kScaleGroup == 0;
 }
 
-uint32_t rounding_key(uint64_t seed, int64_t step) {
-    uint64_t z = seed + static_cast<uint64_t>(step) * 0x9e3779b97f4a7c15u;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return static_cast<uint32_t>(z ^ (z >> 31));
-}
-
 UpdateScalars scalars_of(const offload_update_segment& s) {
     const bool is_adam = s.rule == OFFLOAD_RULE_ADAM;
     const double step = static_cast<double>(s.step);
@@ -87,7 +81,7 @@ UpdateScalars scalars_of(const offload_update_segment& s) {
     scalars.average_factor = static_cast<float>((1.0 - s.beta1) * gradient);
     scalars.square_factor = static_cast<float>(std::sqrt(1.0 - s.beta2) * gradient);
     scalars.root_decay = is_adam ? static_cast<float>(std::sqrt(s.beta2)) : 1.0f;
-    scalars.rounding_key = rounding_key(s.rounding_seed, s.step);
+    scalars.rounding_key = static_cast<uint32_t>(split_mix64(s.rounding_seed, static_cast<uint64_t>(s.step)));
     scalars.has_momentum = has_average(s);
     scalars.nesterov = s.nesterov != 0;
     scalars.is_first = s.step == 1;
@@ -183,11 +177,11 @@ class Step {
     void run(const Kernels& table, int64_t task) const {
         for_each_tile(task, [&](const UpdateScalars& scalars, const offload_update_segment& s, const UpdatePiece& piece) {
             if (summed_ != nullptr)
-                for_each_array(s, piece, [&](const void* address, int64_t nbytes) { summed_->sum_before(address, nbytes); });
+                for_each_array(s, piece, [&](const void* address, int64_t nbytes) { summed_->sum(kBefore, address, nbytes); });
             if (s.source_distance != 0) bring_states(s, piece);
             table.update(scalars, piece);
             if (summed_ != nullptr)
-                for_each_array(s, piece, [&](const void* address, int64_t nbytes) { summed_->sum_after(address, nbytes); });
+                for_each_array(s, piece, [&](const void* address, int64_t nbytes) { summed_->sum(kAfter, address, nbytes); });
         });
     }
 
@@ -218,7 +212,7 @@ int update(offload_threads& threads, const offload_update_segment* segments, int
     const Kernels& table = kernels();
     if (memories != nullptr) {
         step.sum(*memories);
-        memories->sum_rest_before();
+        memories->sum_rest(kBefore);
     }
     if (step.numel() > kAloneNumel) {
         threads.run(step.task_count(), [&](int64_t task) { step.run(table, task); });
@@ -227,7 +221,7 @@ int update(offload_threads& threads, const offload_update_segment* segments, int
             for (int64_t task = 0; task < step.task_count(); ++task) step.run(table, task);
         });
     }
-    if (memories != nullptr) memories->sum_rest_after();
+    if (memories != nullptr) memories->sum_rest(kAfter);
     return 0;
 }
 

@@ -47,7 +47,7 @@ from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import ALONE, Placement, RankGroup, states_nbytes
 from offload.planning.placement_summary import summary_of
 from offload.planning.use_trace import Expected
-from offload.planning.weighing import Weight, quickest
+from offload.planning.weighing import ABOUT_AS_LONG_OVER_NVME, Weight, quickest
 from offload.ranks.all_or_none import Facts, together
 from offload.ranks.group import Group
 from offload.step.components import Closable, Components, give_back
@@ -355,7 +355,8 @@ def lay_out(config: Config, known: Known, chunk_numels: Sequence[int] = ()) -> t
             if not crowded:
                 break
         if found:
-            return found[quickest(weights)[0]]  # the largest: a chunk costs more than the few bytes that smaller ones save
+            # the largest: a chunk costs more than the few bytes that smaller ones save
+            return found[quickest(weights, ABOUT_AS_LONG_OVER_NVME)[0]]
     assert failure is not None
     largest = max(layout.units, key=lambda unit: unit.nbytes)
     refusal = BudgetError(f"{failure} The largest unit is {largest.name or '(root)'} with {largest.nbytes} bytes.")

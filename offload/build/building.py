@@ -104,7 +104,7 @@ class Building:
         gradients = updates = None
         if records is not None:
             chunks = [chunk for chunk, _, _ in trained]
-            gradients = self._gradients(chunks, pool, timeline, averaged=of_ranks.averages_gradients)
+            gradients = self._gradients(chunks, pool, timeline, expected, averaged=of_ranks.averages_gradients)
             tools = UpdateTools(accelerator, pool, records, parameter_store, timeline)
             tools = replace(tools, visiting=self._visiting(tools, gradients, units))
             updates = of_ranks.updates(tools, gradients, self._routes)
@@ -164,7 +164,9 @@ class Building:
     def _memory(self, route: Route, nbytes: int) -> UnitMemory:
         return self._accelerator.unit_memory(nbytes) if route.has_store else self._storage.home(route, nbytes)
 
-    def _gradients(self, chunks: list[Chunk], pool: StagingPool, timeline: Timeline, *, averaged: bool) -> ChunkGradients:
+    def _gradients(
+        self, chunks: list[Chunk], pool: StagingPool, timeline: Timeline, expected: Expected, *, averaged: bool
+    ) -> ChunkGradients:
         placement = self._placement
         make_sums = None if self._config.keeps_wide_gradients else self._storage.sums
         extents = GradientExtents(chunks, self._storage.gradients, make_sums, reduced=averaged)
@@ -178,16 +180,19 @@ class Building:
             # Without a budget what the device has left is followed (`_activation_memory`).
             sums.limit(placement.left_on_device(int(budget_nbytes)) if budget_nbytes is not None else 0)
             if self._config.tokens:
-                sums.expect_in_time(self._accelerator.rates().d2h * self._backward_seconds())
+                sums.expect_in_time(self._accelerator.rates().d2h * self._backward_seconds(expected))
         if not placement.sums and not self._config.sums_are_narrow:
             made.take_room_for_sums()  # they are in the plan
         return made
 
-    def _backward_seconds(self) -> float:
+    def _backward_seconds(self, expected: Expected) -> float:
         """What one computes, where the tokens are known."""
-        flats = list(self._layout.flats)
-        numel, trained = sum(flat.numel for flat in flats), sum(flat.numel for flat in flats if flat.trainable)
-        return computing_seconds(self._config.tokens, self._accelerator.rates(), numel, trained / max(numel, 1))[1]
+        tokens, rates, seconds = self._config.tokens, self._accelerator.rates(), 0.0
+        for unit in self._layout.units:
+            trained = sum(flat.numel for flat in unit.flats if flat.trainable)
+            numel = sum(flat.numel for flat in unit.flats)
+            seconds += computing_seconds(tokens, rates, expected, unit.index, numel, trained / max(numel, 1))[1]
+        return seconds
 
     # ---- ways ----------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from typing import cast
 from torch import nn
 
 from offload.errors import UsageError
+from offload.model.recomputation import recomputed_modules
 from offload.planning.use_trace import Use
 
 JOINED_NUMEL = 1 << 20
@@ -262,10 +263,16 @@ def uses_of(units: list[ModuleUnit]) -> list[Use]:
     """The uses of the units in a forward of the model, as the order of its modules has them."""
     unit_of = {id(module): index for index, unit in enumerate(units) if index for module in unit.modules}
     shared = {index for index, unit in enumerate(units) if unit.shares_parameters}
-    used = [module for module in _outside(units[0].modules[0], set(unit_of)) if id(module) in unit_of]
-    found = [(unit_of[id(module)], module) for module in used]
+    model = units[0].modules[0]
+    used = [module for module in _outside(model, set(unit_of)) if id(module) in unit_of]
+    found, recomputed = [(unit_of[id(module)], module) for module in used], recomputed_modules(model)
     return [
-        Use(index, not is_lookup(module), of_a_part=len(units[index].modules) > 1 and index not in shared)
+        Use(
+            index,
+            not is_lookup(module),
+            of_a_part=len(units[index].modules) > 1 and index not in shared,
+            recomputed=id(module) in recomputed,
+        )
         for index, module in found
     ]
 

@@ -67,11 +67,13 @@ class UseTrace:
 @dataclass(frozen=True, slots=True)
 class Use:
     """One use of a unit besides the root in a forward, as the model's structure has it. `read_in_backward`: backward computes
-    with the values; of a lookup it does not. `of_a_part`: no other use of the unit in a forward has the same parameters."""
+    with the values; of a lookup it does not. `of_a_part`: no other use of the unit in a forward has the same parameters.
+    `recomputed`: backward computes its forward again."""
 
     unit_index: int
     read_in_backward: bool = True
     of_a_part: bool = False
+    recomputed: bool = False
 
 
 def guess(root_index: int, uses: Sequence[Use], *, overlapping: bool = False) -> UseTrace:
@@ -100,12 +102,20 @@ class Expected:
     units at once."""
     late_units: frozenset[int]
     """Units whose gradients are complete only when backward is over: the root, and what several modules share."""
+    recomputed: frozenset[int] = frozenset()
+    """Units of which backward computes the forward again."""
+    looked_up: frozenset[int] = frozenset()
+    """Units of which rows are taken and nothing else."""
 
     @staticmethod
     def of(root_index: int, uses: Sequence[Use]) -> Expected:
         counts = Counter(use.unit_index for use in uses if not use.of_a_part)
         shared = (unit_index for unit_index, count in counts.items() if count > 1)
-        return Expected(guess(root_index, uses), guess(root_index, uses, overlapping=True), frozenset((root_index, *shared)))
+        used = {use.unit_index for use in uses}
+        recomputed = used - {use.unit_index for use in uses if not use.recomputed}
+        looked_up = used - {use.unit_index for use in uses if use.read_in_backward}
+        traces = guess(root_index, uses), guess(root_index, uses, overlapping=True)
+        return Expected(*traces, frozenset((root_index, *shared)), frozenset(recomputed), frozenset(looked_up))
 
 
 class UseRecorder:

@@ -10,8 +10,10 @@ from offload.planning.cost import cost, step_seconds
 from offload.planning.placement import Placement, Problem
 from offload.planning.traffic import moved
 
-ABOUT_AS_LONG = 1.02
+ABOUT_AS_LONG = 1.005
 """Times the quickest: the cost in seconds is not known better than that, bytes are."""
+ABOUT_AS_LONG_OVER_NVME = 1.02
+"""The same, of those that move more over NVMe, which a step waits for longest."""
 ABOUT_AS_LONG_BESIDE_THE_UNKNOWN = 1.25
 """The same, of those that move more over NVMe, where a GPU computes the model and nobody said on how many tokens: that hides a
 part of what other links move, or all of it."""
@@ -46,7 +48,7 @@ def lightest(problem: Problem, weights: Sequence[Weight]) -> int:
     if not problem.chooses:
         return min(range(len(weights)), key=lambda index: weights[index].moved)
     is_known = problem.config.tokens or problem.accelerator.unified
-    near = quickest(weights, ABOUT_AS_LONG if is_known else ABOUT_AS_LONG_BESIDE_THE_UNKNOWN)
+    near = quickest(weights, ABOUT_AS_LONG_OVER_NVME if is_known else ABOUT_AS_LONG_BESIDE_THE_UNKNOWN)
     over_nvme = min(weights[index].moved[0] for index in near)
     fewest = [index for index in near if weights[index].moved[0] == over_nvme]
     return min((fewest[one] for one in quickest([weights[index] for index in fewest])), key=lambda index: weights[index].moved)

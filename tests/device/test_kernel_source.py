@@ -18,7 +18,7 @@ from offload.device.arithmetic.optimizer_step import update
 from offload.device.arithmetic.records import RecordFormat
 from offload.device.arithmetic.rules import Hyper, Rule
 from offload.device.arithmetic.segment import StateFormat
-from offload.device.arithmetic.step_table import JoinedTable, Span, StepTable
+from offload.device.arithmetic.step_table import JoinedTable, Place, Span, StepTable
 from tests.device.host_kernels import HostLauncher, host_kernels, launched_by
 from tests.native import exact
 from tests.native.adam_cases import HYPER, Case, adam, segment
@@ -207,8 +207,10 @@ def test_a_step_by_tables_is_one_launch(own_master: bool) -> None:
     generator = torch.Generator().manual_seed(4)
     others = adam(1e-2, 0.4, 0.99, 1e-6, 0.1, False)
 
-    def places() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(torch.zeros(form.nbytes(numel), dtype=torch.uint8), torch.linspace(-1, 1, numel).to(dtype)) for _ in range(2)]
+    def places() -> list[Place]:
+        return [
+            Place(torch.zeros(form.nbytes(numel), dtype=torch.uint8), torch.linspace(-1, 1, numel).to(dtype)) for _ in range(2)
+        ]
 
     both = [places(), places()]
     gradients = [exact.rough_values(numel, generator, specials=True).to(dtype) for _ in range(2)]
@@ -217,13 +219,13 @@ def test_a_step_by_tables_is_one_launch(own_master: bool) -> None:
     for place, context in zip(both, (nullcontext(), launched_by(DeviceKernels(launcher))), strict=True):
         with context:
             tables = [StepTable(form, numel, dtype, spans) for _ in place]
-            joined = JoinedTable([(table, *one, None) for table, one in zip(tables, place, strict=True)])
+            joined = JoinedTable(list(zip(tables, place, strict=True)))
             joined.update_chunks(gradients, numbers, 0.3)
             joined.update([one[span.low : span.high] for one in gradients for span in spans], (HYPER, 5), -0.3)
-            tables[0].update(None, *place[0], gradients[0], (HYPER, 6), 1.0)
-            tables[0].update([2, 0], *place[0], gradients[0], [(HYPER, 7), (others, 7)], 1.0)
+            tables[0].update(None, place[0], gradients[0], (HYPER, 6), 1.0)
+            tables[0].update([2, 0], place[0], gradients[0], [(HYPER, 7), (others, 7)], 1.0)
     assert len(launcher.names) == 4
-    for (record, values), (wanted, own) in zip(*both, strict=True):
+    for (record, values, _), (wanted, own, _) in zip(*both, strict=True):
         assert exact.same_bits(record.view(torch.float32), wanted.view(torch.float32)) and exact.same_bits(values, own)
 
 
@@ -233,7 +235,7 @@ def test_a_table_that_no_kernel_is_for_is_refused() -> None:
     with launched_by(host_kernels()):
         table = StepTable(form, numel, values.dtype, [Span(0, numel, 0, 7)])
         with pytest.raises(AssertionError, match="Adam with fp32 states"):
-            table.update(None, record, values, values.clone(), (Hyper(Rule.LION, 0.1, 0.9, 0.99), 1), 1.0)
+            table.update(None, Place(record, values), values.clone(), (Hyper(Rule.LION, 0.1, 0.9, 0.99), 1), 1.0)
     with pytest.raises(AssertionError, match="no compiled kernels for cuda:7"):
         StepTable(form, numel, values.dtype, [Span(0, numel, 0, 7)], torch.device("cuda", 7))
 

@@ -14,7 +14,7 @@ from offload.device.arithmetic.ingest_table import IngestTable
 from offload.device.arithmetic.optimizer_step import update
 from offload.device.arithmetic.records import RecordFormat
 from offload.device.arithmetic.segment import StateFormat
-from offload.device.arithmetic.step_table import JoinedTable, Span, StepTable
+from offload.device.arithmetic.step_table import JoinedTable, Place, Span, StepTable
 from tests.device.kernel_files import no_kernels_loaded
 from tests.native import exact
 from tests.native.adam_cases import Case, adam
@@ -158,11 +158,11 @@ def test_a_step_by_tables(form: str, own_master: bool) -> None:
         records = [torch.zeros(record_format.nbytes(numel), dtype=torch.uint8, device=device) for _ in range(2)]
         values = [torch.linspace(-1, 1, numel).to(dtype).to(device) for _ in range(2)]
         tables = [StepTable(record_format, numel, dtype, spans, device) for _ in range(2)]
-        joined = JoinedTable(list(zip(tables, records, values, [None, None], strict=True)))
+        joined = JoinedTable(list(zip(tables, map(Place, records, values), strict=True)))
         joined.update_chunks(gradients, numbers, 0.3)
         joined.update([gradient[span.low : span.high] for gradient in gradients for span in spans], (one, 5), -0.3)
-        tables[0].update(None, records[0], values[0], gradients[0], (one, 6), 1.0)
-        tables[0].update([2, 0], records[0], values[0], gradients[0], [(one, 7), (other, 7)], 1.0)
+        tables[0].update(None, Place(records[0], values[0]), gradients[0], (one, 6), 1.0)
+        tables[0].update([2, 0], Place(records[0], values[0]), gradients[0], [(one, 7), (other, 7)], 1.0)
         found.append([tensor.cpu() for tensor in (*(record.view(torch.float32) for record in records), *values)])
     for ours, expected in zip(found[1], found[0], strict=True):
         assert exact.same_bits(ours, expected)

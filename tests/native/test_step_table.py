@@ -11,7 +11,7 @@ from offload.device.arithmetic.optimizer_step import update
 from offload.device.arithmetic.records import RecordFormat
 from offload.device.arithmetic.rules import MOMENTS, Hyper, Rule
 from offload.device.arithmetic.segment import MASTER, Segment, StateFormat
-from offload.device.arithmetic.step_table import JoinedTable, Span, StepTable
+from offload.device.arithmetic.step_table import JoinedTable, Place, Span, StepTable
 
 pytestmark = pytest.mark.skipif(not _native.available(), reason="the table is the native library's")
 
@@ -61,7 +61,7 @@ def test_same_bits_as_piece_by_piece(form: RecordFormat, which: list[int] | None
         kinds = (torch.float32, torch.bfloat16, torch.float16, torch.float32)
         gradients = [torch.randn(SPANS[at].high - SPANS[at].low).to(kinds[at]) for at in positions]
         numbers = [(others if step == 3 and at == 3 else hyper, step + at % 2 * (step - 1)) for at in positions]
-        table.update(which, records[0], values[0], gradients, numbers, 0.5)
+        table.update(which, Place(records[0], values[0]), gradients, numbers, 0.5)
         by_segments(form, positions, records[1], values[1], gradients, numbers, 0.5)
         assert torch.equal(records[0], records[1])
         assert torch.equal(values[0].view(torch.uint8), values[1].view(torch.uint8))
@@ -81,11 +81,11 @@ def test_a_record_that_is_read_elsewhere_stays_as_it_is(form: RecordFormat) -> N
     values = [torch.linspace(-1, 1, numel).to(dtype) for _ in range(4)]
     gradient = torch.randn(numel)
     for table, record, own in zip(tables, records, values, strict=False):
-        table.update(None, record, own, gradient, (hyper, 1), 0.5)
+        table.update(None, Place(record, own), gradient, (hyper, 1), 0.5)
     before = records[0].clone()
-    tables[0].update(None, records[0], values[0], gradient, (hyper, 2), 0.5)
-    tables[1].update(None, records[4], values[1], gradient, (hyper, 2), 0.5, records[1])
-    joined = JoinedTable([(tables[2], records[5], values[2], records[2]), (tables[3], records[3], values[3], None)])
+    tables[0].update(None, Place(records[0], values[0]), gradient, (hyper, 2), 0.5)
+    tables[1].update(None, Place(records[4], values[1], records[1]), gradient, (hyper, 2), 0.5)
+    joined = JoinedTable([(tables[2], Place(records[5], values[2], records[2])), (tables[3], Place(records[3], values[3]))])
     joined.update_chunks([gradient, gradient], (hyper, 2), 0.5)
     assert torch.equal(records[1], before) and torch.equal(records[2], before) and not torch.equal(records[0], before)
     for record, own in ((records[4], values[1]), (records[5], values[2]), (records[3], values[3])):
@@ -103,13 +103,14 @@ def test_wrong_sizes_never_reach_native_code() -> None:
     record, values = torch.zeros(form.nbytes(NUMEL), dtype=torch.uint8), torch.zeros(NUMEL, dtype=torch.bfloat16)
     good, numbers = [torch.zeros(1000)], [(ADAMW, 1)]
     for arguments in (
-        (record[:-1], values, good, numbers),
-        (record, values[:-1], good, numbers),
-        (record, values.float(), good, numbers),
-        (record, values, [torch.zeros(999)], numbers),
-        (record, values, good, [(ADAMW, 0)]),
-        (record, values, [], []),
+        (Place(record[:-1], values), good, numbers),
+        (Place(record, values[:-1]), good, numbers),
+        (Place(record, values.float()), good, numbers),
+        (Place(record, values, record[:-1]), good, numbers),
+        (Place(record, values), [torch.zeros(999)], numbers),
+        (Place(record, values), good, [(ADAMW, 0)]),
+        (Place(record, values), [], []),
     ):
         with pytest.raises(AssertionError):
             table.update(None, *arguments, 1.0)
-    table.update(None, record, values, good, numbers, 1.0)
+    table.update(None, Place(record, values), good, numbers, 1.0)

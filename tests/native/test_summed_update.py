@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload import _native
 from offload.device.arithmetic.checksums import SummedMemory
-from offload.device.arithmetic.step_table import Span, StepTable
+from offload.device.arithmetic.step_table import Place, Span, StepTable
 from offload.tiers.verification import checksum, checksum_of_blocks
 from tests.native.paths import simd_levels
 from tests.native.test_step_table import ADAGRAD, ADAMW, FORMATS
@@ -71,8 +71,8 @@ def test_sums_are_those_of_two_passes(form, level: str) -> None:
             before = [checksum(one) for one in memories]
             readings = [Taken() for _ in memories]
             summed = [SummedMemory(one, reading, stored=True) for one, reading in zip(memories, readings, strict=True)]
-            table.update(which, record, values, gradients, numbers, 0.5, None, summed)
-            table.update(which, plain_record, plain_values, gradients, numbers, 0.5)
+            table.update(which, Place(record, values), gradients, numbers, 0.5, summed)
+            table.update(which, Place(plain_record, plain_values), gradients, numbers, 0.5)
             assert torch.equal(record, plain_record)
             assert torch.equal(values.view(torch.uint8), plain_values.view(torch.uint8))
             for memory, one, reading, expected in zip(memories, summed, readings, before, strict=True):

@@ -32,7 +32,7 @@ from offload.planning.spare_host_memory import SpareHostMemory
 from offload.planning.tier_choice import Choice
 from offload.planning.traffic import Traffic
 from offload.planning.use_trace import Expected, Use
-from offload.planning.weighing import ABOUT_AS_LONG, ABOUT_AS_LONG_BESIDE_THE_UNKNOWN
+from offload.planning.weighing import ABOUT_AS_LONG, ABOUT_AS_LONG_BESIDE_THE_UNKNOWN, ABOUT_AS_LONG_OVER_NVME
 from tests.planning.simulation import simulate
 
 NVME = str(Path(__file__).parent)
@@ -129,7 +129,7 @@ def test_auto_takes_no_longer_than_any_fixed_placement(
         require_within(fixed, other)
         if leaves_sums and fixed.problem.excess(other, with_sums=True) is not None:
             continue  # of no use to who accumulates
-        about = ABOUT_AS_LONG if unified or fields["tokens"] else ABOUT_AS_LONG_BESIDE_THE_UNKNOWN
+        about = ABOUT_AS_LONG_OVER_NVME if unified or fields["tokens"] else ABOUT_AS_LONG_BESIDE_THE_UNKNOWN
         one, another = auto.weight(chosen), fixed.weight(other)
         assert one.seconds <= about * another.seconds, pair
         assert one.moved[0] <= another.moved[0] or another.seconds > about * one.seconds, pair

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +41,24 @@ class Span:
     high: int
     first_index: int
     rounding_seed: int
+
+
+class Place(NamedTuple):
+    """Where a step finds a chunk's states, and where it leaves them, all on one device.
+
+    record  uint8, at least the record
+    values  [numel] in their dtype
+    source  the record that is read instead, and stays as it is; then all pieces are of the step
+    """
+
+    record: Tensor
+    values: Tensor
+    source: Tensor | None = None
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """0: nothing lies elsewhere."""
+        return self.record.data_ptr(), self.values.data_ptr(), self.source.data_ptr() if self.source is not None else 0
 
 
 class StepTable:
@@ -88,27 +106,22 @@ class StepTable:
     def update(
         self,
         which: Sequence[int] | None,
-        record: Tensor,
-        values: Tensor,
+        place: Place,
         gradients: Tensor | Sequence[Tensor],
         numbers: Numbers,
         grad_factor: float,
-        source: Tensor | None = None,
         summed: Sequence[SummedMemory] = (),
     ) -> None:
-        """One step, in place; or of all pieces of the record in `source`, which stays as it is. `which`: the positions of the
-        pieces that it is of, None: of all. `record`: uint8, at least the record; `values`: [numel] in their dtype; `gradients`:
-        [numel], or by piece [its numel]. `summed`, on the host alone: of what checksums are taken."""
+        """One step. `which`: the positions of the pieces that it is of, None: of all. `gradients`: [numel], or by piece [its
+        numel]. `summed`, on the host alone: of what checksums are taken."""
         if which is None and isinstance(gradients, Tensor):
-            read_at = source.data_ptr() if source is not None else 0
-            places = (record.data_ptr(), values.data_ptr(), gradients.data_ptr(), read_at)
-            where = (places, gradients.dtype, gradients.numel())
+            where = (place.addresses, gradients.data_ptr(), gradients.dtype, gradients.numel())
             if where != self._where:
-                self._place_gradients(self.placed(_ALL, record, values, source), _ALL, gradients)
+                self._place_gradients(self.placed(_ALL, place), _ALL, gradients)
                 self._where = where
             self._table.step(self.moments, numbers, grad_factor, summed)
             return
-        rows = self.placed(_ALL if which is None else which, record, values, source)
+        rows = self.placed(_ALL if which is None else which, place)
         if isinstance(gradients, Tensor):
             self._place_gradients(rows, _ALL if which is None else which, gradients)
         else:
@@ -121,18 +134,18 @@ class StepTable:
         rows["grad"] = self.low[which] * gradients.itemsize + gradients.data_ptr()
         rows["grad_dtype"] = DTYPE_CODES[gradients.dtype]
 
-    def placed(self, which: Sequence[int] | slice, record: Tensor, values: Tensor, source: Tensor | None) -> Any:
-        """The rows of these pieces, told where the record and the values lie, and the record that is read where that is another
-        one."""
-        self._check(record, values)
-        if source is not None:
-            self._check(source, values)
+    def placed(self, which: Sequence[int] | slice, place: Place) -> Any:
+        """The rows of these pieces, told where all but the gradients lie."""
+        self._check(place.record, place.values)
+        if place.source is not None:
+            self._check(place.source, place.values)
+        record, values, source = place.addresses
         self._where = None
         rows = self._table.rows[which]
         for column, offsets in self._record_offsets:
-            rows[column] = offsets[which] + record.data_ptr()
-        rows["source_distance"] = source.data_ptr() - record.data_ptr() if source is not None else 0
-        rows[self._values_column] = self._value_offsets[which] + values.data_ptr()
+            rows[column] = offsets[which] + record
+        rows["source_distance"] = source - record if source else 0
+        rows[self._values_column] = self._value_offsets[which] + values
         return rows
 
     def _check(self, record: Tensor, values: Tensor) -> None:
@@ -144,13 +157,12 @@ class StepTable:
 
 
 class JoinedTable:
-    """Of several chunks whose records and values stay where they are, on one device, each given as (table, record, values,
-    source): one call for all of them."""
+    """Of several chunks whose records and values stay where they are, on one device: one call for all of them."""
 
-    def __init__(self, parts: Sequence[tuple[StepTable, Tensor, Tensor, Tensor | None]]) -> None:
+    def __init__(self, parts: Sequence[tuple[StepTable, Place]]) -> None:
         self._kept = parts  # as long as their addresses are here
-        tables = [table for table, *_ in parts]
-        rows = np.concatenate([table.placed(_ALL, record, values, source) for table, record, values, source in parts])
+        tables = [table for table, _ in parts]
+        rows = np.concatenate([table.placed(_ALL, place) for table, place in parts])
         self._table, self._device_index = _Table(rows, tables[0].device), _index(tables[0].device)
         self._numels, self._counts = [table.numel for table in tables], [len(table.low) for table in tables]
         self._low = np.concatenate([table.low for table in tables])

@@ -14,15 +14,13 @@ from offload.device.arithmetic.checksums import SummedMemory
 from offload.device.arithmetic.flat import uses_native
 from offload.device.arithmetic.records import Record
 from offload.device.arithmetic.segment import MASTER, Segment
-from offload.device.arithmetic.step_table import JoinedTable, Numbers, Span, StepTable
+from offload.device.arithmetic.step_table import JoinedTable, Numbers, Place, Span, StepTable
 from offload.model.chunk import Chunk
 from offload.model.update import ChunkUpdate, PieceUpdate
 from offload.step.chunk_stores import RecordStore
 from offload.step.gradients.chunk_gradients import ChunkGradients
 
 _ON_HOST = torch.empty(0, device="cpu")
-Written = tuple[Chunk, Tensor, Tensor, Tensor | None]
-"""Of a chunk that is updated the record, the values, and the record whose states are read, where that is another."""
 
 
 class ChunkArithmetic:
@@ -62,7 +60,7 @@ class ChunkArithmetic:
             updated = {one.info.index for one in update.some}
             which = [position for position, (info, _) in enumerate(chunk.pieces) if info.index in updated]
         table, numbers = self._table(chunk, values), numbers_of([update])
-        table.update(which, record, values, gradients, numbers, update.factor, update.source, summed)
+        table.update(which, Place(record, values, update.source), gradients, numbers, update.factor, summed)
 
     def update_at_once(self, updates: Sequence[ChunkUpdate], records: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """`update` of several chunks, every slot of them, in one call where the kernel makes them all."""
@@ -72,7 +70,7 @@ class ChunkArithmetic:
             return
         chunks, numbers = [one.chunk for one in updates], numbers_of(updates)
         sources = [one.source for one in updates]
-        joined = self._joined_at(list(zip(chunks, records, values, sources, strict=True)))
+        joined = self._joined_at(list(zip(chunks, map(Place, records, values, sources), strict=True)))
         whole = [self._gradients.opened_whole(chunk) for chunk in chunks]
         if any(gradient is None for gradient in whole):
             pieces = [piece for one in updates for piece in self._gradients.opened(one.chunk, one.only_pieces)]
@@ -80,16 +78,13 @@ class ChunkArithmetic:
         else:
             joined.update_chunks([gradient for gradient in whole if gradient is not None], numbers, updates[0].factor)
 
-    def _joined_at(self, written: Sequence[Written]) -> JoinedTable:
-        places = [
-            (record.data_ptr(), own.data_ptr(), source.data_ptr() if source is not None else 0)
-            for _, record, own, source in written
-        ]
-        first = written[0][0], places[0][0]
+    def _joined_at(self, placed: Sequence[tuple[Chunk, Place]]) -> JoinedTable:
+        addresses = [place.addresses for _, place in placed]
+        first = placed[0][0], addresses[0][0]
         known, joined = self._joined.get(first, (None, None))
-        if joined is None or known != places:
-            joined = self.joined(written)
-            self._joined[first] = places, joined
+        if joined is None or known != addresses:
+            joined = self.joined(placed)
+            self._joined[first] = addresses, joined
         return joined
 
     def forget(self, chunks: Iterable[Chunk]) -> None:
@@ -103,9 +98,9 @@ class ChunkArithmetic:
         """Let go of memory that is others'."""
         self._joined = {}
 
-    def joined(self, written: Iterable[Written]) -> JoinedTable:
+    def joined(self, placed: Iterable[tuple[Chunk, Place]]) -> JoinedTable:
         """One table for all of these, which lie where they are for good."""
-        return JoinedTable([(self._table(chunk, own), record, own, source) for chunk, record, own, source in written])
+        return JoinedTable([(self._table(chunk, place.values), place) for chunk, place in placed])
 
     def _table(self, chunk: Chunk, values: Tensor) -> StepTable:
         if chunk.step_table is None or chunk.step_table.device != values.device:

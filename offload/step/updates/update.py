@@ -19,7 +19,7 @@ from itertools import takewhile
 from typing import Protocol
 
 from offload.device.arithmetic.checksums import SummedMemory
-from offload.device.arithmetic.step_table import JoinedTable
+from offload.device.arithmetic.step_table import JoinedTable, Place
 from offload.device.lane import HostLane, InlineLane, LaneRow
 from offload.device.pending import Pending
 from offload.model.chunk import Chunk
@@ -300,8 +300,7 @@ class Updates:
                     self._run(unit)
                 return
             records = [self._access(one.chunk).begin(one) for one in updates]
-            unread = [None] * len(chunks)  # each is updated where it lies
-            self._joined = self._arithmetic.joined(zip(chunks, records, values, unread, strict=True))
+            self._joined = self._arithmetic.joined(zip(chunks, map(Place, records, values), strict=True))
             self._joined_chunks = chunks
         assert self._joined is not None
         gradients = self._gradients.open_all(chunks)
