@@ -47,7 +47,7 @@ from offload.planning.free_memory import FreeMemory
 from offload.planning.placement import ALONE, Placement, RankGroup, states_nbytes
 from offload.planning.placement_summary import summary_of
 from offload.planning.use_trace import Expected
-from offload.planning.weighing import ABOUT_AS_LONG_OVER_NVME, Weight, quickest
+from offload.planning.weighing import Weight, largest_that_pays
 from offload.ranks.all_or_none import Facts, together
 from offload.ranks.group import Group
 from offload.step.components import Closable, Components, give_back
@@ -355,8 +355,7 @@ def lay_out(config: Config, known: Known, chunk_numels: Sequence[int] = ()) -> t
             if not crowded:
                 break
         if found:
-            # the largest: a chunk costs more than the few bytes that smaller ones save
-            return found[quickest(weights, ABOUT_AS_LONG_OVER_NVME)[0]]
+            return found[largest_that_pays(weights)]
     assert failure is not None
     largest = max(layout.units, key=lambda unit: unit.nbytes)
     refusal = BudgetError(f"{failure} The largest unit is {largest.name or '(root)'} with {largest.nbytes} bytes.")

@@ -17,6 +17,8 @@ ABOUT_AS_LONG_OVER_NVME = 1.02
 ABOUT_AS_LONG_BESIDE_THE_UNKNOWN = 1.25
 """The same, of those that move more over NVMe, where a GPU computes the model and nobody said on how many tokens: that hides a
 part of what other links move, or all of it."""
+_FEW_LESS = 0.9
+"""Times the bytes over NVMe of larger chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,16 @@ def lightest(problem: Problem, weights: Sequence[Weight]) -> int:
     over_nvme = min(weights[index].moved[0] for index in near)
     fewest = [index for index in near if weights[index].moved[0] == over_nvme]
     return min((fewest[one] for one in quickest([weights[index] for index in fewest])), key=lambda index: weights[index].moved)
+
+
+def largest_that_pays(weights: Sequence[Weight]) -> int:
+    """The index of the best of several sizes of chunks, the largest first: the largest of the `quickest`, since a chunk costs
+    more than the few bytes that smaller ones save; a smaller one where it saves more than a few."""
+    best, *smaller = quickest(weights, ABOUT_AS_LONG_OVER_NVME)
+    for index in smaller:
+        if weights[index].moved[0] < _FEW_LESS * weights[best].moved[0]:
+            best = index
+    return best
 
 
 def lightest_pairs(problem: Problem, placements: Sequence[Placement], weights: Sequence[Weight], count: int) -> list[int]:

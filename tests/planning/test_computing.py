@@ -19,6 +19,7 @@ from offload.device.virtual.description import read_machine
 from offload.model.partition import partition, uses_of
 from offload.planning.cost import computing_seconds
 from offload.planning.use_trace import Expected, Use
+from offload.planning.weighing import Weight, largest_that_pays
 from tests.virtual.test_auto import llama
 
 
@@ -114,3 +115,18 @@ def test_it_is_what_the_machine_computes(checkpointing: bool) -> None:
     numels = [sum(parameter.numel() for _, parameter in unit.parameters) for unit in units]
     known = [computing_seconds(work.tokens, rates, expected, index, numel, 1.0) for index, numel in enumerate(numels)]
     assert 0.75 * counted <= sum(map(sum, known)) <= counted
+
+
+@pytest.mark.parametrize(
+    ("seconds", "moved", "best"),
+    [
+        ((1.0, 1.0, 1.0), (100, 95, 93), 0),
+        ((1.0, 1.0, 1.0), (100, 95, 85), 2),
+        ((1.0, 0.9, 0.9), (100, 100, 95), 1),
+        ((1.0, 1.1, 1.1), (100, 50, 0), 0),
+    ],
+)
+def test_smaller_chunks_pay_where_they_are_quicker_or_save_a_tenth(
+    seconds: tuple[float, ...], moved: tuple[int, ...], best: int
+) -> None:
+    assert largest_that_pays([Weight(False, one, (nbytes, 0, 0)) for one, nbytes in zip(seconds, moved, strict=True)]) == best
