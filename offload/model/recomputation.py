@@ -6,6 +6,7 @@ attribute that transformers sets, and by the wrapper of `torch.distributed.algor
 from __future__ import annotations
 
 import sys
+from itertools import islice
 
 from torch import nn
 
@@ -20,14 +21,10 @@ def recomputed_modules(model: nn.Module) -> set[int]:
     wrapper: type | tuple[()] = getattr(wrappers, "CheckpointWrapper", ())
     found = set[int]()
     for module in model.modules():
-        if isinstance(module, wrapper) or (_is_on(module) and not any(map(_is_on, _inside(module)))):
+        if isinstance(module, wrapper) or (_is_on(module) and not any(map(_is_on, islice(module.modules(), 1, None)))):
             found.update(map(id, module.modules()))
     return found
 
 
 def _is_on(module: nn.Module) -> bool:
     return getattr(module, _SWITCH, False) is True
-
-
-def _inside(module: nn.Module) -> list[nn.Module]:
-    return [one for one in module.modules() if one is not module]

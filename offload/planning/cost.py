@@ -49,11 +49,10 @@ def step_seconds(problem: Problem, placement: Placement, found: Cost) -> float:
     late = min(placement.transit_buffer_count / leaving, 1.0) if leaving else 0.0
     retained = min(placement.retained_gradient_buffers / spilling, 1.0) if spilling else 0.0
     beside_others = _Computing(others * beside_spills.moving, others * (beside_spills.still + forward))
-    _, spilled, spilled_last = (part.seconds_by(rates)["NVMe"] for part in _spilled(problem, placement))
     return (
         max(forward, *found.forward.values())
-        + max(between.beside(max(found.between.values()), late), beside_others.beside(spilled, retained))
-        + max(backward.beside(max(found.backward.values()), late), beside_spills.beside(spilled_last, retained))
+        + max(between.beside(max(found.between.values()), late), beside_others.beside(found.spilled_between, retained))
+        + max(backward.beside(max(found.backward.values()), late), beside_spills.beside(found.spilled_last, retained))
     )
 
 
@@ -94,6 +93,7 @@ def cost(problem: Problem, placement: Placement) -> Cost:
     """Of a step with as many micro-batches as are planned for."""
     micro_batches = problem.micro_batches
     forward, between, backward = parts = _spilled(problem, placement)
+    spilled = [part.seconds_by(problem.rates)["NVMe"] for part in (between, backward)]
     counts = fetch_counts(problem, placement, micro_batches)
     for unit, route, fetches in zip(problem.footprint.units, placement.routes, counts, strict=True):
         for part, count in zip(parts, fetches, strict=True):
@@ -106,7 +106,8 @@ def cost(problem: Problem, placement: Placement) -> Cost:
         update = backward if early else forward
         update.add(updated(unit, route, micro_batches))
         update.chunk_count += len(unit.trained) if route.update_in is Memory.HOST else 0
-    return Cost(*(part.seconds_by(problem.rates) for part in parts))
+    first, others, last = (part.seconds_by(problem.rates) for part in parts)
+    return Cost(first, others, last, *spilled)
 
 
 def _spilled(problem: Problem, placement: Placement) -> tuple[Load, Load, Load]:

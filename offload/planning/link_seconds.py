@@ -46,6 +46,9 @@ class Cost:
     """All from then to the last forward's end; nothing of a single micro-batch."""
     backward: dict[str, float]
     """The last micro-batch's."""
+    spilled_between: float
+    """Of NVMe's: gradients that spill. `spilled_last`: those of the last backward."""
+    spilled_last: float
 
     @property
     def parts(self) -> tuple[dict[str, float], ...]:
