@@ -152,7 +152,7 @@ class _Moment:
             at = self.active[lane][-1]
             if at.kind != WAIT and lane != _FETCHES:
                 return ADAM if at.name == _UPDATE_STEP else HOST
-            awaits, unit = (at.awaits, at.unit) if at.kind == WAIT else ((H2D, NVME_READ, _UPDATES), at.unit)
+            awaits, unit = (at.awaits, at.unit) if at.kind == WAIT else ((H2D, NVME_READ, NVME_WRITE, _UPDATES), at.unit)
 
     def _on_link(self, link: str) -> list[Event]:
         if link not in LINKS:

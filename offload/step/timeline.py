@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -71,6 +71,12 @@ class Timeline:
         """The model's own thread does the engine's work `what`, with the unit `about`."""
         return _Phase(self, what, about)
 
+    def joining(self, what: str, about: object = None) -> AbstractContextManager[None]:
+        """Compute is given to wait for `what`, and the thread goes on: nothing is summed, a recording is told. To be asked for
+        where `recorder.to` is not None, since joins are many."""
+        recording = self.recorder.to
+        return nullcontext() if recording is None else _joining(recording, what, about)
+
     def lane_waiting(self, what: str) -> AbstractContextManager[None]:
         """The update lane waits for `what`."""
         return _Phase(self, what, is_wait=True, on_lane=True)
@@ -114,6 +120,15 @@ class Timeline:
             self._account(self.clock_ns())
             sums, self._sums = self._sums, _Sums()
         return sums
+
+
+@contextmanager
+def _joining(recording: Recording, what: str, about: object) -> Iterator[None]:
+    ops = recording.begin_compute(WAIT, what, about, _AWAITS.get(what, ()))
+    try:
+        yield
+    finally:
+        recording.end_compute(ops)
 
 
 class _Phase:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,13 +12,14 @@ import torch
 
 import offload
 from offload.cli.main import main
-from offload.cli.plans.forecast import forecast
-from offload.device.recording import D2H, H2D
+from offload.cli.plans.forecast import Work, forecast
+from offload.device.recording import D2H, H2D, NVME_READ, NVME_WRITE
+from offload.profiling.attribution import DRIVE
 from offload.profiling.explanation import explain
 from offload.profiling.trace_events import read_trace
 from tests.devices import records_stay_home
 
-from .test_forecast import CASES, MACHINE, WORK, adamw, foretold, tiny
+from .test_forecast import CASES, MACHINE, SLOW, WORK, adamw, foretold, tiny
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -37,6 +39,20 @@ def test_a_trace_is_of_the_very_step(case: str, tmp_path: Path, monkeypatch: pyt
         one.exposed_seconds for name, one in said.work.items() if name != "NVMe"
     ) + said.compute_seconds == pytest.approx(said.step_seconds)
     assert said.floor_seconds <= said.step_seconds
+
+
+@pytest.mark.parametrize("slow", ["h2d", "d2h", "nvme"])
+def test_what_the_device_waits_for_is_no_computing(slow: str, tmp_path: Path) -> None:
+    """Also where the host goes on: its streams wait for copies that bring parameters, or that take gradients away."""
+    fields = CASES["nvme" if slow == "nvme" else "cpu"] | {"device_memory": 730_000}
+    machine = dataclasses.replace(SLOW, flops=1e10, **({} if slow == "nvme" else {slow: 2e6}))
+    found = foretold(Work(2, 16, 3, checkpointing=False), machine, tmp_path / "trace.json", **fields)
+    said = explain(read_trace(tmp_path / "trace.json"))
+    assert said.step_seconds > 1.5 * said.compute_seconds
+    assert said.compute_seconds == pytest.approx(found.floors["compute"], rel=0.02)
+    assert max(said.work, key=lambda name: said.work[name].exposed_seconds) in {
+        "h2d": (H2D,), "d2h": (D2H,), "nvme": (NVME_READ, NVME_WRITE, DRIVE),
+    }[slow]  # fmt: skip
 
 
 def test_the_plan_writes_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

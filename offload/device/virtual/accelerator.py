@@ -214,6 +214,9 @@ class VirtualAccelerator(Accelerator):
         else:
             pending.wait()
 
+    def joins_at_once(self, pending: Pending) -> bool:
+        return isinstance(pending, Event) or pending.done()
+
     def mark(self) -> Pending:
         return self._machine.stream.last
 
@@ -306,6 +309,8 @@ class VirtualCpu(VirtualUnified):
 
     def join(self, pending: Pending) -> None:
         pending.wait()
+
+    joins_at_once = Accelerator.joins_at_once
 
     def mark(self) -> Pending:
         return Settled()

@@ -84,7 +84,13 @@ class GradientArrival:
             assert squares is not None, "what leaves the device has its squares summed there"
             self._packed = _packed_with_others(leaving)
             self._transit = GradientTransit(
-                accelerator, self._reception, squares, leaving, buffer_count=transit_buffer_count, spills=self.spills
+                accelerator,
+                self._reception,
+                squares,
+                leaving,
+                timeline,
+                buffer_count=transit_buffer_count,
+                spills=self.spills,
             )
             self.sums_on_device = SumsOnDevice(accelerator, self._reception, squares, narrow_sums=narrow_sums)
 

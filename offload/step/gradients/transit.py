@@ -31,6 +31,7 @@ from offload.model.chunk import Chunk
 from offload.step.gradients.addition import Addition, cut
 from offload.step.gradients.reception import PackedPiece, Reception
 from offload.step.gradients.squares_on_device import SquaresOnDevice
+from offload.step.timeline import ROOM_FOR_GRADIENTS, Timeline
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +56,7 @@ class GradientTransit:
         reception: Reception,
         squares: SquaresOnDevice,
         leaving: Sequence[Chunk],
+        timeline: Timeline,
         *,
         buffer_count: int,
         spills: bool,
@@ -62,6 +64,7 @@ class GradientTransit:
         """`leaving`: the chunks whose gradients go this way, of which so many may lie on the device (`buffer_count`). `spills`:
         whether the host's buffers may run out."""
         self._accelerator, self._reception, self._squares = accelerator, reception, squares
+        self._timeline = timeline
         nbytes = max(chunk.nbytes for chunk in leaving)
         shared = Counter(chunk.flat.layout.unit_index for chunk in leaving if len(chunk.pieces) > 1)
         # Chunks that leave together are received together, which buffers that may have to be spilled in between cannot do.
@@ -113,11 +116,11 @@ class GradientTransit:
         leaving = self._leaving
         if self._cursor_nbytes + nbytes > self._ring_nbytes:
             while leaving and leaving[0][0] >= self._cursor_nbytes:
-                self._accelerator.join(leaving.popleft()[2])
+                self._join(leaving.popleft()[2])
             self._cursor_nbytes = 0
         low, high = self._cursor_nbytes, self._cursor_nbytes + nbytes
         while leaving and leaving[0][0] < high and low < leaving[0][1]:
-            self._accelerator.join(leaving.popleft()[2])
+            self._join(leaving.popleft()[2])
         self._cursor_nbytes = high
         return low, self._ring[low:high]
 
@@ -176,5 +179,13 @@ class GradientTransit:
             self.leave(next(iter(self._open.values())).chunk)
         memory, copied = self._free.popleft()
         if copied is not None:
-            self._accelerator.join(copied)  # on the device: the host goes on
+            self._join(copied)
         return memory
+
+    def _join(self, copied: Pending) -> None:
+        """On the device: the host goes on."""
+        if self._timeline.recorder.to is None:
+            self._accelerator.join(copied)
+        else:
+            with self._timeline.joining(ROOM_FOR_GRADIENTS):
+                self._accelerator.join(copied)

@@ -334,10 +334,11 @@ class Residency:
         if self._updates is not None and unit.update is not None:
             self._updates.finish(unit)
         if unit.residency.state is UnitState.FETCHING:
-            if self._fetcher.is_over(unit):
+            is_over = self._fetcher.is_over(unit)
+            if is_over and self._timeline.recorder.to is None:
                 self._fetcher.finish(unit)
             else:
-                with self._timeline.waiting("fetch", unit):
+                with self._timeline.joining("fetch", unit) if is_over else self._timeline.waiting("fetch", unit):
                     self._fetcher.finish(unit)
             unit.residency.become(UnitState.RESIDENT)
 

@@ -153,10 +153,11 @@ class Updates:
         if update is None:
             return
         job = self._launch(unit, update)
-        if job.done():
+        is_over = job.done()
+        if is_over and self._timeline.recorder.to is None:
             self._take_over(unit, update, job)
         else:
-            with self._timeline.waiting("update", unit):
+            with self._timeline.joining("update", unit) if is_over else self._timeline.waiting("update", unit):
                 self._take_over(unit, update, job)
 
     def _take_over(self, unit: Unit, update: UnitUpdate, job: Pending) -> None:
