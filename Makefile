@@ -22,12 +22,13 @@ PIP   := $(PY) -m pip --disable-pip-version-check
 # CUDA=1: with the CUDA kernels, by nvcc or NVRTC. Not because one of them happens to be there.
 CUDA  ?=
 STAMP := $(VENV)/.offload-installed$(if $(CUDA),-cuda)
+BUILD_TOOLS := $(VENV)/.build-tools
 BUILD_INPUTS := pyproject.toml $(wildcard offload/__init__.py) native/CMakeLists.txt native/cuda_kernels.cmake native/compile_kernels.py native/exports.map $(wildcard native/src/*) $(wildcard native/include/*) \
   $(wildcard offload/device/arithmetic/cuda_kernels/*)
 CXX_SOURCES  := $(wildcard native/fuzz/*.cpp) $(wildcard native/src/*.cpp) $(wildcard native/src/*.h) $(wildcard native/src/*.inc) $(wildcard native/include/*.h) \
   $(wildcard offload/device/arithmetic/cuda_kernels/*.cu) $(wildcard tests/device/*.cpp)
 
-.PHONY: help install demo test test-matrix test-sdist wheel wheel-cuda sdist check-dist test-bare docs in-place test-gpu test-deepspeed test-scripts check sanitize fuzz soak zoo canary bench predicted gpu-report clean
+.PHONY: help install demo test test-matrix test-sdist wheel wheel-cuda sdist check-dist test-bare docs in-place test-gpu test-deepspeed test-scripts check sanitize sanitizers fuzz soak zoo canary bench predicted gpu-report clean
 
 help:
 	@echo "make install   environment in $(VENV), torch, this package with its native core"
@@ -59,9 +60,12 @@ $(PY):
 	$(PYTHON) -c 'import sys; sys.exit("offload needs Python 3.10 or newer; set PYTHON=") if sys.version_info < (3, 10) else None'
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV) || { rm -rf $(VENV); echo "no venv module: apt-get install python3-venv" >&2; exit 1; }
 
-$(STAMP): $(PY) $(BUILD_INPUTS)
-	$(PY) -c 'import torch' 2>/dev/null || $(PIP) install --quiet '$(TORCH)'
+$(BUILD_TOOLS): $(PY)
 	$(PIP) install --quiet 'scikit-build-core>=0.10' 'cmake>=3.18' ninja
+	@touch $(BUILD_TOOLS)
+
+$(STAMP): $(BUILD_TOOLS) $(BUILD_INPUTS)
+	$(PY) -c 'import torch' 2>/dev/null || $(PIP) install --quiet '$(TORCH)'
 	$(PIP) install --quiet --no-build-isolation $(if $(CUDA),-C cmake.define.OFFLOAD_CUDA_KERNELS=ON) --editable '.[$(EXTRAS)]'
 	@$(PY) -c 'from offload import _native as n; print(n.build_info() if n.available() else n.unavailable_reason())'
 	@touch $(STAMP)
@@ -148,6 +152,10 @@ docs: install
 
 sanitize: install
 	native/sanitize.sh $(PY)
+
+# What `sanitize` runs, which needs no torch: to be compiled while that is fetched.
+sanitizers: $(BUILD_TOOLS)
+	native/sanitize.sh --build $(PY)
 
 fuzz:
 	native/fuzz.sh $(FUZZ_SECONDS)

@@ -4,6 +4,7 @@ takes; and what the order of a step's parts adds."""
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,8 +27,9 @@ def memory_rate() -> float:
     return best
 
 
-def nvme_rates(folder: str) -> dict[str, float]:
-    """Bytes per second of direct reads alone, writes alone, and both at once (their sum), from huge pages."""
+def nvme_rates(folder: str, seconds: float = 3.0) -> dict[str, float]:
+    """Bytes per second of direct reads alone, writes alone, and both at once (their sum), from huge pages; each for at least so
+    many seconds, since a drive that others share has some in which it gives half as much again as in the next."""
     from offload.layout import Extent
     from offload.tiers.io import open_backend
     from offload.tiers.memory import HostMemory
@@ -40,19 +42,21 @@ def nvme_rates(folder: str) -> dict[str, float]:
     store = NvmeStore("rates", extents, ScratchFolder([folder]), backend)
     buffers = HostMemory(8 * nbytes, "rates", prefault=True, direct_io=True).tensor.split(nbytes)
 
-    def run(operations: list[tuple[Any, Extent]]) -> float:
-        pending: list[Any] = []
-        start = time.perf_counter()
-        for index, (operation, extent) in enumerate(operations):
-            if len(pending) >= len(buffers):
-                pending[index - len(buffers)].wait()
-            pending.append(operation(extent, buffers[index % len(buffers)]))
+    def run(operations: list[tuple[Any, Extent]], at_least: float = seconds) -> float:
+        pending: collections.deque[Any] = collections.deque()
+        start, count = time.perf_counter(), 0
+        while count == 0 or time.perf_counter() - start < at_least:
+            for operation, extent in operations:
+                if len(pending) == len(buffers):
+                    pending.popleft().wait()
+                pending.append(operation(extent, buffers[count % len(buffers)]))
+                count += 1
         for one in pending:
             one.wait()
-        return len(operations) * nbytes / (time.perf_counter() - start)
+        return count * nbytes / (time.perf_counter() - start)
 
     try:
-        run([(store.write, extent) for extent in extents])
+        run([(store.write, extent) for extent in extents], 0.0)
         write = run([(store.write, extent) for extent in extents])
         read = run([(store.read, extent) for extent in extents])
         mixed = list(zip(extents[:count], extents[count:], strict=True))
@@ -64,8 +68,8 @@ def nvme_rates(folder: str) -> dict[str, float]:
 
 
 class Rates:
-    """Of memory, measured once, and of the drive, before and after what it is beside: the better of both, since a drive that
-    others share changes its rate while a case runs, and a floor is what a step cannot be shorter than."""
+    """Of memory, measured once, and of the drive, before and after what it is beside: the mean of both, since a drive that
+    others share changes its rate while a case runs, by more than what there is to be measured."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -74,7 +78,7 @@ class Rates:
     def now(self) -> dict[str, Any]:
         """Of what ran since the last time."""
         before, self._nvme = self._nvme, nvme_rates(self._folder)
-        return {"memory": self._memory, "nvme": {key: max(rate, self._nvme[key]) for key, rate in before.items()}}
+        return {"memory": self._memory, "nvme": {key: (rate + self._nvme[key]) / 2 for key, rate in before.items()}}
 
 
 def on_drive(read: float, written: float, nvme: dict[str, float]) -> float:

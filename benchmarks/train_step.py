@@ -245,12 +245,12 @@ def peer(python: str, arguments: dict[str, Any], case: str) -> dict[str, Any]:
 PEER_SECONDS = 900
 RUNS: dict[str, tuple[str, ...]] = {
     "tiny": ("plain", "cpu", "nvme", "nvme, backward", *BF16, "deepspeed nvme, bf16"),
-    "125M": ("plain", "cpu", "nvme", "nvme, backward", "deepspeed cpu", "deepspeed nvme"),
-    "125M, 64 tokens": ("nvme", "nvme, backward"),
+    "125M": ("plain", "cpu", "nvme", "nvme, auto", "nvme, backward", "deepspeed cpu", "deepspeed nvme"),
+    "125M, 64 tokens": ("nvme", "nvme, auto", "nvme, backward"),
     "1B": ("plain", "nvme", "nvme, auto", "nvme, backward", "deepspeed nvme", *BF16, "deepspeed nvme, bf16"),
     "1B, 128 tokens": ("nvme",),
-    "2B": ("nvme", "nvme, backward", "deepspeed nvme"),
-    "3B": ("nvme", "nvme, backward", *BF16, "deepspeed nvme, bf16"),
+    "2B": ("nvme", "nvme, auto", "nvme, backward", "deepspeed nvme"),
+    "3B": ("nvme", "nvme, auto", "nvme, backward", *BF16, "deepspeed nvme, bf16"),
 }
 
 

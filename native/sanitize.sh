@@ -2,11 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # The tests of native/ under builds with AddressSanitizer and UndefinedBehaviorSanitizer, and with ThreadSanitizer.
 #
-#   native/sanitize.sh [python]     any finding fails a test, or the run
+#   native/sanitize.sh [python]             any finding fails a test, or the run
+#   native/sanitize.sh --build [python]     what is to be run, alone
 #
 # Python and torch are not instrumented: the sanitizer's runtime is loaded before them, and only our library is watched.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+only_build=""
+if [ "${1:-}" = --build ]; then
+    only_build=1
+    shift
+fi
 python="${1:-.venv/bin/python}"
 compiler="${CXX:-g++}"
 export PATH="$PATH:$(cd "$(dirname "$python")" && pwd)" # cmake, where the system has none
@@ -20,6 +26,7 @@ build() { # name, flags, -O1 or another
 }
 
 tests() { # name, preloaded, files
+    [ -z "$only_build" ] || return 0
     OFFLOAD_NATIVE="$PWD/build/sanitize-$1/liboffload_native.so" LD_PRELOAD="$2" OMP_NUM_THREADS=1 \
         ${no_aslr:-} "$python" -m pytest -q -p no:cacheprovider "${@:3}"
 }
