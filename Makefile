@@ -46,6 +46,7 @@ help:
 	@echo "make test-matrix  the wheel beside each of MATRIX (PYTHON:TORCH ...), tested there"
 	@echo "make test-bare  the wheel beside PYTHON and TORCH alone, without a compiler: trains from a drive, saves, loads"
 	@echo "make sanitize  the native tests under ASan, UBSan and TSan"
+	@echo "make sanitizers  what that runs, compiled alone; needs no torch"
 	@echo "make fuzz      coverage-guided fuzzing of the native library (needs clang); FUZZ_SECONDS=60"
 	@echo "make soak      the slow tests"
 	@echo "make zoo       train the model zoo and each framework's script, and write their tables (docs/model-zoo.md, docs/huggingface.md)"

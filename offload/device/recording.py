@@ -149,6 +149,13 @@ class Recording:
         if host.said is not None:
             host.said()
 
+    @contextmanager
+    def join(self, name: str, about: object, awaits: tuple[str, ...]) -> Iterator[None]:
+        """What compute is given inside is a wait, and the host goes on."""
+        began = self._clock.stamp()
+        yield
+        self._keep(Op(COMPUTE, WAIT, name, about, awaits=awaits, stamps=(began, self._clock.stamp())))
+
     def use(self, name: str, about: object) -> Callable[[], None]:
         """The model is in forward or backward through the unit, until what is returned is called."""
         ops = self.begin_compute(USE, name, about)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -75,7 +75,7 @@ class Timeline:
         """Compute is given to wait for `what`, and the thread goes on: nothing is summed, a recording is told. To be asked for
         where `recorder.to` is not None, since joins are many."""
         recording = self.recorder.to
-        return nullcontext() if recording is None else _joining(recording, what, about)
+        return nullcontext() if recording is None else recording.join(what, about, _AWAITS.get(what, ()))
 
     def lane_waiting(self, what: str) -> AbstractContextManager[None]:
         """The update lane waits for `what`."""
@@ -120,15 +120,6 @@ class Timeline:
             self._account(self.clock_ns())
             sums, self._sums = self._sums, _Sums()
         return sums
-
-
-@contextmanager
-def _joining(recording: Recording, what: str, about: object) -> Iterator[None]:
-    ops = recording.begin_compute(WAIT, what, about, _AWAITS.get(what, ()))
-    try:
-        yield
-    finally:
-        recording.end_compute(ops)
 
 
 class _Phase:
