@@ -20,9 +20,9 @@ export PATH="$PATH:$(cd "$(dirname "$python")" && pwd)" # cmake, where the syste
 runtime() { "$compiler" -print-file-name="$1"; }
 
 build() { # name, flags, -O1 or another
-    cmake -S native -B "build/sanitize-$1" -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_COMPILER="$compiler" \
+    env -u MAKEFLAGS cmake -S native -B "build/sanitize-$1" -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_COMPILER="$compiler" \
         -DCMAKE_CXX_FLAGS="${3:--O1} -g1 -fno-omit-frame-pointer $2" -DCMAKE_SHARED_LINKER_FLAGS="$2" >/dev/null
-    cmake --build "build/sanitize-$1" -j "$(nproc)" >/dev/null
+    env -u MAKEFLAGS cmake --build "build/sanitize-$1" -j "$(nproc)" >/dev/null
 }
 
 tests() { # name, preloaded, files

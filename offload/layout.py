@@ -43,7 +43,8 @@ CHUNK_NUMELS = tuple(CHUNK_NUMEL >> shift for shift in range(4))
 """Elements. What is tried, largest first, until every buffer that holds a chunk fits into the budgets."""
 
 LARGEST_CHUNK_NUMEL = 8 * CHUNK_NUMEL
-"""Elements. Of models so large that their chunks are many: each costs the host's thread the same, whatever its size."""
+"""Elements. Of models so large that their chunks are many: each costs the thread that gives a device its work the same,
+whatever its size."""
 
 MANY_CHUNKS = 1024
 

@@ -318,7 +318,8 @@ def specs_of(unit_names: Sequence[str], infos: Sequence[ParameterInfo]) -> list[
 def lay_out(config: Config, known: Known, chunk_numels: Sequence[int] = ()) -> tuple[Layout, Placement]:
     """The layout with the largest chunks with which the placement fits the budgets, and where it is for the engine to choose
     the memory that is free, if any does; where buffers for large ones take a part of the budget smaller chunks are weighed, and
-    are taken where the step is shorter with them.
+    are taken where the step is shorter with them. Where the host computes the model no device waits for what chunks cost its
+    thread, and none are larger than usual: buffers for them would take memory and save no time.
 
     Raises `BudgetError` if none fits the budgets. `chunk_numels`: what to try instead of the usual.
     """
@@ -327,7 +328,7 @@ def lay_out(config: Config, known: Known, chunk_numels: Sequence[int] = ()) -> t
     found: list[tuple[Layout, Placement]] = []
     weights: list[Weight] = []
     rank_numel = sum(spec.numel for _, unit_specs in specs for spec in unit_specs) // sharing.world_size
-    large = large_chunk_numels(rank_numel)
+    large = large_chunk_numels(rank_numel) if known.accelerator.rates().launch_seconds else ()
     free = known.free or FreeMemory.now(known.accelerator, config.nvme_paths)
 
     @cache

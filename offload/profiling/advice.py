@@ -10,7 +10,7 @@ from typing import Any
 
 from offload.device.recording import COLLECTIVES, D2H, H2D
 from offload.planning.purposes import OPTIMIZER_STATES, ROOM_TO_UNDO
-from offload.profiling.attribution import ADAM, DRIVE, HOST, OUTSIDE, Attribution, Share
+from offload.profiling.attribution import ADAM, DRIVE, HOST, OUTSIDE, SUMS, Attribution, Share
 from offload.profiling.trace_events import Trace
 
 WORTH = 0.02
@@ -55,7 +55,7 @@ class Adviser:
 
     def advice(self) -> list[Advice]:
         """What saves most comes first."""
-        given = [*self._drive(), *self._links(), *self._adam(), *self._of_the_loop(), *self._more_compute()]
+        given = [*self._drive(), *self._links(), *self._adam(), *self._sums(), *self._of_the_loop(), *self._more_compute()]
         merged: dict[str, Advice] = {}
         for one in given:
             before = merged.get(one.change)
@@ -165,6 +165,14 @@ class Adviser:
                     exposed,
                 )
 
+    def _sums(self) -> Iterator[Advice]:
+        if self._matters(SUMS) and not self._trace.facts["unified"]:
+            yield Advice(
+                "device_memory: more, so that gradients are summed on the device",
+                f"the CPU takes {_time(self._seconds(self._share(SUMS).busy_ns))} to take gradients and to add micro-batches",
+                self._exposed(SUMS),
+            )
+
     def _of_the_loop(self) -> Iterator[Advice]:
         if self._matters(OUTSIDE):
             yield Advice(
@@ -181,7 +189,7 @@ class Adviser:
 
     def _more_compute(self) -> Iterator[Advice]:
         compute = self._seconds(self._found.compute_ns)
-        slowest = max((DRIVE, H2D, D2H, ADAM, COLLECTIVES), key=lambda name: self._share(name).busy_ns)
+        slowest = max((DRIVE, H2D, D2H, ADAM, SUMS, COLLECTIVES), key=lambda name: self._share(name).busy_ns)
         busy = self._seconds(self._share(slowest).busy_ns)
         if self._matters(slowest) and compute > 0 and busy > compute:
             yield Advice(

@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from offload.device.recording import COMPUTE, H2D, LINKS, MAIN, NVME_READ, NVME_WRITE, USE, WAIT, WORK, lane_row
 from offload.profiling.trace_events import Event, Trace
 
-ADAM, HOST, OUTSIDE = "CPU Adam", "host", "outside of the model"
-"""Beside the links: the arithmetic of updates, the engine's and PyTorch's own Python, and the loop's own work."""
+ADAM, SUMS, HOST, OUTSIDE = "CPU Adam", "CPU gradients", "host", "outside of the model"
+"""Beside the links: the arithmetic of updates, taking gradients into host memory and adding micro-batches there, the engine's
+and PyTorch's own Python, and the loop's own work."""
 DRIVE = "NVMe"
 """Reads and writes together."""
-_UPDATES, _FETCHES = lane_row("update"), lane_row("fetch")
+_UPDATES, _FETCHES, _GRADIENTS = lane_row("update"), lane_row("fetch"), lane_row("gradients")
 _UPDATE_STEP = "adam"
 
 
@@ -126,6 +127,8 @@ class _Moment:
             busy.add(DRIVE)
         if any(event.name == _UPDATE_STEP for event in self.active[_UPDATES]):
             busy.add(ADAM)
+        if any(event.kind == WORK for event in self.active[_GRADIENTS]):
+            busy.add(SUMS)
         return busy
 
     def _innermost(self, row: str) -> Event | None:
@@ -151,7 +154,7 @@ class _Moment:
             seen.add(lane)
             at = self.active[lane][-1]
             if at.kind != WAIT and lane != _FETCHES:
-                return ADAM if at.name == _UPDATE_STEP else HOST
+                return ADAM if at.name == _UPDATE_STEP else SUMS if lane == _GRADIENTS else HOST
             awaits, unit = (at.awaits, at.unit) if at.kind == WAIT else ((H2D, NVME_READ, NVME_WRITE, _UPDATES), at.unit)
 
     def _on_link(self, link: str) -> list[Event]:

@@ -14,7 +14,7 @@ import offload
 from offload.cli.main import main
 from offload.cli.plans.forecast import Work, forecast
 from offload.device.recording import D2H, H2D, NVME_READ, NVME_WRITE
-from offload.profiling.attribution import DRIVE
+from offload.profiling.attribution import DRIVE, SUMS
 from offload.profiling.explanation import explain
 from offload.profiling.trace_events import read_trace
 from tests.devices import records_stay_home
@@ -41,18 +41,21 @@ def test_a_trace_is_of_the_very_step(case: str, tmp_path: Path, monkeypatch: pyt
     assert said.floor_seconds <= said.step_seconds
 
 
-@pytest.mark.parametrize("slow", ["h2d", "d2h", "nvme"])
+@pytest.mark.parametrize("slow", ["h2d", "d2h", "nvme", "memory"])
 def test_what_the_device_waits_for_is_no_computing(slow: str, tmp_path: Path) -> None:
     """Also where the host goes on: its streams wait for copies that bring parameters, or that take gradients away."""
     fields = CASES["nvme" if slow == "nvme" else "cpu"] | {"device_memory": 730_000}
-    machine = dataclasses.replace(SLOW, flops=1e10, **({} if slow == "nvme" else {slow: 2e6}))
-    found = foretold(Work(2, 16, 3, checkpointing=False), machine, tmp_path / "trace.json", **fields)
+    rate = "memory_bandwidth" if slow == "memory" else slow
+    machine = dataclasses.replace(SLOW, flops=1e10, **({} if slow == "nvme" else {rate: 2e6}))
+    micro_batches = 12 if slow == "memory" else 3  # each of which is added to the sum, before one update
+    found = foretold(Work(2, 16, micro_batches, checkpointing=False), machine, tmp_path / "trace.json", **fields)
     said = explain(read_trace(tmp_path / "trace.json"))
     assert said.step_seconds > 1.5 * said.compute_seconds
     assert said.compute_seconds == pytest.approx(found.floors["compute"], rel=0.02)
     assert max(said.work, key=lambda name: said.work[name].exposed_seconds) in {
-        "h2d": (H2D,), "d2h": (D2H,), "nvme": (NVME_READ, NVME_WRITE, DRIVE),
+        "h2d": (H2D,), "d2h": (D2H,), "nvme": (NVME_READ, NVME_WRITE, DRIVE), "memory": (SUMS,),
     }[slow]  # fmt: skip
+    assert any("gradients are summed on the device" in one.change for one in said.advice) == (slow == "memory")
 
 
 def test_the_plan_writes_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -254,7 +254,7 @@ class VirtualAccelerator(Accelerator):
             machine.nvme_both,
             machine.flops,
             _CALLS_OF_A_CHUNK * machine.call_seconds,
-            _OPERATIONS_OF_A_UNIT * machine.launch_seconds,
+            0.0 if machine.kind == "cpu" else _OPERATIONS_OF_A_UNIT * machine.launch_seconds,
             f"those of the machine {machine.name}",
         )
 
