@@ -119,18 +119,29 @@ class Adviser:
     def _earlier_updates(self, name: str) -> Iterator[Advice]:
         idle = self._seconds(self._share(name).idle_backward_ns)
         why = f"{name} does nothing in {_time(idle)} of backward, and forward waits {_time(self._updates_exposed)} for updates"
-        room = self._missing_room(name)
-        if self._settings["update"] != "step" and not room:
+        missing = self._missing_room(name)
+        if self._settings["update"] != "step" and not missing:
             return
-        if room:
-            why += f"; to undo them takes up to {_size(room)} more of host memory, or a cpu_memory of so much more"
-        yield Advice('update="backward"', why, min(idle, self._updates_exposed, self._exposed(name)))
+        yield Advice(
+            'update="backward"', f"{why}; {missing}" if missing else why, min(idle, self._updates_exposed, self._exposed(name))
+        )
 
-    def _missing_room(self, name: str) -> int:
-        """Bytes of host memory without which updates of what lies there begin at the step, beside a device; 0: none are."""
-        states = self._planned("cpu", OPTIMIZER_STATES.furthest, OPTIMIZER_STATES.kept)
-        has_room = self._trace.facts["unified"] or self._planned("cpu", ROOM_TO_UNDO) > 0
-        return states if name == ADAM and self._settings["update"] != "backward" and not has_room else 0
+    def _missing_room(self, name: str) -> str:
+        """That without which updates of what lies there begin at the step; empty: nothing is missing."""
+        if self._settings["update"] == "backward":
+            return ""
+        tier = "cpu" if name == ADAM else "nvme"
+        states = self._planned(tier, OPTIMIZER_STATES.furthest, OPTIMIZER_STATES.kept)
+        if not states or self._planned(tier, ROOM_TO_UNDO):
+            return ""
+        if name == ADAM and not self._trace.facts["unified"]:
+            return f"to undo them takes up to {_size(states)} more of host memory, or a cpu_memory of so much more"
+        if name == DRIVE and self._settings["update"] == "auto" and self._trace.facts["world_size"] == 1:
+            return (
+                f'to undo them takes {_size(states)} of the drive or more, which "auto" has left to two checkpoints: free so '
+                "much there, or save them elsewhere"
+            )
+        return ""
 
     # ---- what else -----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from offload.profiling.trace_events import Event, Trace, as_json, read_trace, wr
 UPDATES, FETCHES = lane_row("update"), lane_row("fetch")
 FACTS: dict[str, Any] = {
     "rank": 0,
+    "world_size": 1,
     "steps": 1,
     "duration_ns": 10_000_000_000,
     "computes_on_host": False,
@@ -156,6 +157,20 @@ def test_updates_in_host_memory_wait_for_room_to_undo_them() -> None:
     assert not advised(states, ("room to undo updates", 1 << 30), update="auto")
     assert not advised(states, update="backward")
     assert "host memory" not in advised(("parameters", 3 << 30))[0] and advised(states)
+
+
+def test_updates_on_a_drive_that_has_no_room_to_undo_them() -> None:
+    def advised(update: str, *planned: tuple[str, int], ranks: int = 1) -> list[str]:
+        lines = [{"tier": "nvme", "purpose": purpose, "nbytes": nbytes} for purpose, nbytes in planned]
+        facts = {"settings": FACTS["settings"] | {"update": update}, "planned": lines, "world_size": ranks}
+        return [one.why for one in explain(bound_by_the_drive(**facts)).advice if one.change == 'update="backward"']
+
+    states = ("optimizer states", 40 << 30)
+    (why,) = advised("auto", states)
+    assert "40.0 GiB of the drive" in why and "two checkpoints" in why
+    assert not advised("auto", states, ("room to undo updates", 1 << 30))
+    assert not advised("backward", states) and not advised("auto", states, ranks=2)
+    assert "checkpoints" not in advised("step", states)[0]
 
 
 def test_advice_names_nothing_that_is_so_already() -> None:
