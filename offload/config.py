@@ -182,7 +182,7 @@ class Config:
             raise ConfigError(
                 f"{field}='nvme' needs a folder: set nvme='/path/on/the/drive', or a list of folders to stripe over."
             )
-        if len(set(paths)) != len(paths):
+        if len({os.path.realpath(path) for path in paths}) != len(paths):
             raise ConfigError(f"nvme={self.nvme!r} names one folder twice: name each drive's folder once.")
 
     @property

@@ -98,7 +98,7 @@ class Building:
         pool = storage.staging_pool()
         timeline = Timeline(accelerator.clock_ns, accelerator.recorder)
         if virtual_machine() is None:
-            Materializer(accelerator, parameter_store, records, values, state_of, self._ledger).run(units)
+            Materializer(accelerator, parameter_store, records, values, state_of, self._ledger, pool).run(units)
         self.value_facts = values.facts()
         of_ranks = rank_parts(self._ranks, Foundation(accelerator, self._layout, units, self._ledger, timeline))
         gradients = updates = None

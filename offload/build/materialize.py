@@ -3,9 +3,9 @@
 
 Values come from the parameter itself, from the replay of its recorded initialiser (`deferred_init`), or from a
 safetensors file; records from the user's optimizer where that has state already. What the host cannot write to where it
-lies is made in a registered buffer: one for files, two for the device, of which one is copied while the other is filled. Peak
-host memory beside the tiers is one unit's values, what a file has of them in other pieces than the model, and those buffers,
-each of a chunk's record at most.
+lies is made in a registered buffer: one for files, two for the device, of which one is copied while the other is filled. They
+lie in the memory of the buffers that training has, if that is as much: where something trained lies in a file it is. Peak
+host memory beside the tiers and those is one unit's values, and what a file has of them in other pieces than the model.
 """
 
 from __future__ import annotations
@@ -160,10 +160,12 @@ class Materializer:
         values: InitialValues,
         state_of: Callable[[ParameterInfo], InitialState],
         ledger: MemoryLedger,
+        pool: StagingPool,
     ) -> None:
+        """`pool`: that of training, whose memory serves as long as nobody trains."""
         self._accelerator, self._parameter_store, self._records = accelerator, parameter_store, records
         self._values, self._state_of = values, state_of
-        self._pool = StagingPool(ledger=ledger, register=accelerator.pin, purpose="initial values")
+        self._pool = StagingPool(ledger=ledger, register=accelerator.pin, purpose="initial values", within=pool)
         self._in_use: list[str] = []
 
     def run(self, units: Sequence[Unit]) -> None:

@@ -134,14 +134,19 @@ class StagingPool:
         ledger: MemoryLedger | None = None,
         register: RegisterMemory | None = None,
         purpose: str = "staging",
+        within: StagingPool | None = None,
     ) -> None:
-        """`purpose` is the name on the ledger."""
+        """`purpose` is the name on the ledger. `within`: a pool of which nobody leases anything meanwhile: these buffers
+        lie in its memory, if it has as much and nobody had any of it before."""
         self._ledger = ledger
         self._register = register
         self._purpose = purpose
+        self._within = within
         self._lock = threading.Lock()
         self._consumers: dict[str, _Consumer] = {}
-        self._memory: HostMemory | None = None
+        self._own: HostMemory | None = None
+        self._memory: Tensor | None = None
+        """Of all buffers: its own, or a part of the other pool's."""
         self._closed = False
 
     @property
@@ -163,18 +168,28 @@ class StagingPool:
         """Allocate. Raises `BudgetError` where the system has not that much memory."""
         if self._memory is not None:
             raise AssertionError("the staging pool was frozen twice")
-        self._memory = HostMemory(
-            self.nbytes, self._purpose, ledger=self._ledger, register=self._register, prefault=True, direct_io=True
-        )
+        self._memory = self._within.unused(self.nbytes) if self._within is not None else None
+        if self._memory is None:
+            self._own = HostMemory(
+                self.nbytes, self._purpose, ledger=self._ledger, register=self._register, prefault=True, direct_io=True
+            )
+            self._memory = self._own.tensor
         start = 0
         for consumer in self._consumers.values():
             first, step = start, round_up(consumer.nbytes, PAGE_NBYTES)
             for index in range(consumer.count):
-                buffer = _Buffer(self._memory.tensor[start : start + consumer.nbytes], index)
+                buffer = _Buffer(self._memory[start : start + consumer.nbytes], index)
                 consumer.buffers.append(buffer)
                 consumer.free.append(buffer)
                 start += step
-            consumer.memory = self._memory.tensor[first:start]
+            consumer.memory = self._memory[first:start]
+
+    def unused(self, nbytes: int) -> Tensor | None:
+        """So much of the memory, uint8 [nbytes], if nobody has leased any of it yet; None where there is not as much."""
+        with self._lock:
+            is_unused = not any(consumer.peak_count for consumer in self._consumers.values())
+            has_as_much = self._memory is not None and self._memory.nbytes >= nbytes
+            return self._memory[:nbytes] if self._memory is not None and has_as_much and is_unused else None
 
     def free_count(self, purpose: str, width: int = 1) -> int:
         """How many leases of so many buffers there could be now (the last use of some may still be going on)."""
@@ -251,8 +266,9 @@ class StagingPool:
                 consumer.free.clear()
                 consumer.buffers.clear()
                 consumer.memory = None
-            if self._memory is not None:
-                self._memory.close()
+            self._memory = None
+            if self._own is not None:
+                self._own.close()
 
     def _consumer(self, purpose: str) -> _Consumer:
         if self._memory is None or self._closed:

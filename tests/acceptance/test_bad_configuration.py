@@ -20,6 +20,12 @@ few = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME), ids=lambda 
 also_in_backward = pytest.mark.parametrize("setup", (IN_MEMORY, ON_CPU, ON_NVME, ON_NVME_IN_BACKWARD), ids=lambda s: s.name)
 
 
+def test_one_folder_by_two_names(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(offload.ConfigError, match="names one folder twice"):
+        offload.Config(parameters="nvme", nvme=[tmp_path, tmp_path / "link"])
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -65,6 +65,30 @@ def test_capacity_is_the_sum_of_its_consumers() -> None:
     pool.close()
 
 
+def test_one_pool_lies_within_another_until_that_is_used() -> None:
+    ledger = MemoryLedger()
+
+    def within(nbytes: int) -> StagingPool:
+        made = StagingPool(ledger=ledger, purpose="for a while", within=outer)
+        made.reserve("a", 1, nbytes)
+        made.freeze()
+        return made
+
+    outer = StagingPool(ledger=ledger, purpose="outer")
+    outer.reserve("fetch", 2, 8192)
+    outer.freeze()
+    inner, larger = within(12_288), within(20_480)
+    assert ledger.by_purpose == {"outer": 16_384, "for a while": 20_480}, "what has no room there has memory of its own"
+    lease = inner.lease("a")
+    lease.tensor.fill_(7)
+    lease.release()
+    inner.close()
+    larger.close()
+    first = outer.lease("fetch")
+    assert first.tensor.unique().tolist() == [7] and ledger.by_purpose["outer"] == 16_384
+    assert within(4096).nbytes == ledger.by_purpose["for a while"] == 4096
+
+
 def test_misuse_names_the_purpose() -> None:
     pool = StagingPool()
     pool.reserve("fetch", 1, 4096)
