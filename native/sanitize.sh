@@ -15,14 +15,15 @@ if [ "${1:-}" = --build ]; then
 fi
 python="${1:-.venv/bin/python}"
 compiler="${CXX:-g++}"
+unset MAKEFLAGS # those of a make that runs this beside something else, which the builds below are no part of
 export PATH="$PATH:$(cd "$(dirname "$python")" && pwd)" # cmake, where the system has none
 
 runtime() { "$compiler" -print-file-name="$1"; }
 
 build() { # name, flags, -O1 or another
-    env -u MAKEFLAGS cmake -S native -B "build/sanitize-$1" -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_COMPILER="$compiler" \
+    cmake -S native -B "build/sanitize-$1" -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_COMPILER="$compiler" \
         -DCMAKE_CXX_FLAGS="${3:--O1} -g1 -fno-omit-frame-pointer $2" -DCMAKE_SHARED_LINKER_FLAGS="$2" >/dev/null
-    env -u MAKEFLAGS cmake --build "build/sanitize-$1" -j "$(nproc)" >/dev/null
+    cmake --build "build/sanitize-$1" -j "$(nproc)" >/dev/null
 }
 
 tests() { # name, preloaded, files

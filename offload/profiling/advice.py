@@ -122,9 +122,9 @@ class Adviser:
         missing = self._missing_room(name)
         if self._settings["update"] != "step" and not missing:
             return
-        yield Advice(
-            'update="backward"', f"{why}; {missing}" if missing else why, min(idle, self._updates_exposed, self._exposed(name))
-        )
+        if missing:
+            why += f"; {missing}"
+        yield Advice('update="backward"', why, min(idle, self._updates_exposed, self._exposed(name)))
 
     def _missing_room(self, name: str) -> str:
         """That without which updates of what lies there begin at the step; empty: nothing is missing."""

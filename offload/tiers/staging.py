@@ -187,9 +187,10 @@ class StagingPool:
     def unused(self, nbytes: int) -> Tensor | None:
         """So much of the memory, uint8 [nbytes], if nobody has leased any of it yet; None where there is not as much."""
         with self._lock:
-            is_unused = not any(consumer.peak_count for consumer in self._consumers.values())
-            has_as_much = self._memory is not None and self._memory.nbytes >= nbytes
-            return self._memory[:nbytes] if self._memory is not None and has_as_much and is_unused else None
+            was_leased = any(consumer.peak_count for consumer in self._consumers.values())
+            if self._memory is None or self._memory.nbytes < nbytes or was_leased:
+                return None
+            return self._memory[:nbytes]
 
     def free_count(self, purpose: str, width: int = 1) -> int:
         """How many leases of so many buffers there could be now (the last use of some may still be going on)."""
